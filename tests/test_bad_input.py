@@ -24,12 +24,13 @@ import tiny
 import torch
 import transformers
 from conftest import Run
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_fp8 import make_fp8
 
 from emp_llm import calibrate, prune
 from emp_llm.calibration.activations import Activations
 from emp_llm.common.errors import UserError
+from emp_llm.common.paths import SINGLE_NAME
 
 Refused = Callable[..., None]
 SHARD = "model-00001-of-00002.safetensors"
@@ -348,7 +349,32 @@ def _raw(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
     return lambda folder: (folder / SHARD).write_bytes(change((folder / SHARD).read_bytes()))
 
 
+def _saved_as(rename: Callable[[str], str], config: bool = True) -> Callable[[Path], object]:
+    """Save the weights in one file under other names."""
+
+    def edit(folder: Path) -> None:
+        shards = sorted(folder.glob("*.safetensors"))
+        weights = {name: value for shard in shards for name, value in load_file(shard).items()}
+        _remove("model*" if config else "*")(folder)
+        save_file({rename(name): value for name, value in weights.items()}, folder / SINGLE_NAME)
+
+    return edit
+
+
+def _in_layer(name: str) -> str:
+    return name.replace("_proj.weight", "_proj.base_layer.weight")
+
+
+UNMERGED = r"is of an adapter that is not merged\. Merge it .*merge_and_unload"
 MODELS: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "adapter around it": (UNMERGED, _saved_as(lambda n: f"base_model.model.{n}"), "wanda"),
+    "adapter in it": (UNMERGED, _saved_as(_in_layer), "emp-wanda"),
+    "adapter without config": (UNMERGED, _saved_as(_in_layer, config=False), "magnitude"),
+    "compiled": (
+        r"_orig_mod\..* is the name of a tensor in a compiled or parallel model",
+        _saved_as(lambda n: f"_orig_mod.{n}"),
+        "wanda",
+    ),
     "empty": (
         r"model: it holds no model\.safetensors and no "
         r"model\.safetensors\.index\.json",

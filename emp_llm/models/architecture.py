@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
@@ -31,6 +32,8 @@ from emp_llm.models.names import (
     EMBEDDINGS,
     HEAD_LEAVES,
     HEADS,
+    IN_ADAPTER,
+    IN_WRAPPER,
     LLAMA_ATTENTION,
     LLAMA_BLOCKS,
     LLAMA_EMBEDDING,
@@ -207,6 +210,13 @@ class Architecture:
 
         towers = block_lists(model, blocks)
         stored = find_names(model, checkpoint, find_stacks(model, towers))
+        _check_merged(checkpoint.folder, stored.unused)
+        wrapped = next(filter(IN_WRAPPER.search, stored.unused), None)
+        if wrapped is not None:
+            raise UserError(
+                f"{checkpoint.folder}: {quotable(wrapped)} is the name of a tensor in a compiled "
+                "or parallel model. Save the model inside of it by save_pretrained."
+            )
         # A reward model has none.
         head = head_parameter(model) if headless_class(checkpoint.config) is not None else None
         missing = [name for name in stored.missing if name != head]
@@ -700,6 +710,7 @@ def by_names(checkpoint: Checkpoint) -> Architecture:
     class.
     """
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    _check_merged(checkpoint.folder, shapes)
     vocabulary = checkpoint.config.get("vocab_size")
     unused = [name for name in shapes if _is_further(name, checkpoint.config)]
     if unused:
@@ -729,6 +740,18 @@ def by_names(checkpoint: Checkpoint) -> Architecture:
         towers=towers,
         unused=unused,
     )
+
+
+def _check_merged(folder: Path, names: Iterable[str]) -> None:
+    """Raise UserError for tensors of an adapter, or of a model in one: the product of an adapter's
+    factors changes the weights that would be pruned.
+    """
+    name = next(filter(IN_ADAPTER.search, names), None)
+    if name is not None:
+        raise UserError(
+            f"{folder}: {quotable(name)} is of an adapter that is not merged. Merge it into its "
+            "base model first (merge_and_unload, save_pretrained), and give that folder."
+        )
 
 
 def _is_further(name: str, config: dict[str, Any]) -> bool:

@@ -27,6 +27,14 @@ OF_AN_EXPERT = re.compile(r"experts?\.\d+\.")
 # A component of the name of layers that predict a second token.
 SECOND_TOKEN = re.compile(r"(^|\.)(mtp|nextn)(_\w+)?\.", re.IGNORECASE)
 
+# Of a model in an adapter of PEFT, and of one in a wrapper of torch.
+IN_ADAPTER = re.compile(
+    r"^base_model\.model\.|(^|\.)(base_layer|lora_[AB]|original_module|modules_to_save)(\.|$)"
+)
+IN_WRAPPER = re.compile(
+    r"^module\.|(^|\.)(_orig_mod|_(fsdp|checkpoint)_wrapped_module|_forward_module)\."
+)
+
 # Leaves that write to the residual stream.
 
 # Outside of blocks, but for relative position biases.
