@@ -663,3 +663,22 @@ def test_neurons_that_rounding_keeps_are_told(
     assert kept == multiple[1]
     assert f"So {2 * (width - multiple[1])} go in place of " in told
     assert told in planned
+
+
+def test_a_share_of_few_layers_is_told(tmp_path: Path, command: Any) -> None:
+    """What it rounds down to, and in a dry run the size with each number of layers."""
+    model = Path(__file__).parents[1] / "scripts" / "demo" / "model"
+    line = ["prune", model, "--structure", "layers", "--output", tmp_path / "out"]
+    told = "--sparsity 0.3 asks for 1.8 of 6 layers, rounded down to 1 (16.67 %)."
+    planned = command(*line, "--sparsity", 0.3, "--dry-run").stdout.splitlines()
+    sizes = [words.split(":")[0] for words in planned if words.startswith("with ")]
+    assert sizes == [
+        "with 5 of 6 layers (--sparsity 0.3)",
+        *(f"with {kept} of 6 layers" for kept in (4, 3, 2, 1)),
+    ]
+    assert planned[-1] == told
+    planned = command(*line, "--sparsity", 0.34, "--method", "cosine", "--dry-run").stdout
+    assert "with 4 of 6 layers (--sparsity 0.34)" in planned
+    assert "rounded" not in planned
+    text = ["--calibration", "demo", "--samples", 2, "--seqlen", 32]
+    assert f"warning: {told}" in command(*line, "--sparsity", 0.3, *text).stderr

@@ -22,6 +22,7 @@ from emp_llm.common.machine import command_line, versions
 from emp_llm.common.paths import STRUCTURE_NAME, SUMS_NAME
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
+from emp_llm.common.tables import percent_cell
 from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import check_head, load_model
@@ -74,6 +75,7 @@ from emp_llm.walk.moved import MovedWeights
 
 logger = logging.getLogger(__name__)
 _NEARLY = 0.9  # of the units that the rule removes
+_FEW = 12  # experts or layers; a dry run shows the size with each number of them
 Feature = Callable[[str], Tensor | None]
 
 
@@ -143,7 +145,7 @@ def plan_units(run: PruneRun, model: UnitModel) -> DryRun:
     plan = plan_of(run)
     notes = [_units_line(model.units)]
     if ranks().main and run.recipe.name == "magnitude" and not run.source.headers_only:
-        notes += _decision_lines(_decided(run, model), model.structure)
+        notes += _decision_lines(_decided(run, model))
     elif ranks().main and model.units[0].sizes_known:
         notes += _sizes_by_share(model, run.recipe)
     return replace(plan, notes=[*notes, *plan.notes])
@@ -313,7 +315,7 @@ def _write(
         record = compared or record
     warnings = model.units[0].warnings(model.units, sums) if sums else []
     if run.judged is None:  # else --loss has found how many go
-        warnings += _rounding(choices, model.structure)
+        warnings += _rounding(choices, decision.recipe)
     fits = {} if moved is None else moved.records()
     update = decision.recipe.update
     if update is not None:
@@ -407,27 +409,33 @@ def _units_line(every: Sequence[Units]) -> str:
 
 
 def _sizes_by_share(model: UnitModel, recipe: Recipe) -> list[str]:
-    """The size of the model with some shares of its experts or layers. It does not depend on
-    their scores.
+    """The size of the model with each number of its experts or layers, or with some shares of
+    many; and what a sparsity that is asked for removes. They do not depend on scores.
     """
     routed = any(units.unreached(len(units)) for units in model.units)
-    lines = []
-    for share in (0.75, 0.5, 0.25):
-        asked = recipe.but(counts=Share(1 - share))
-        ones = [np.ones(len(units)) for units in model.units]
+    number = len(model.units[0])
+    shares = [gone / number for gone in range(1, number)] if number <= _FEW else [0.25, 0.5, 0.75]
+    asked = recipe.counts.sparsity or 0.0
+    ones = [np.ones(len(units)) for units in model.units]
+    lines: dict[int, str] = {}
+    remarks = []
+    for share in [*shares, *([asked] if asked else [])]:
+        by_share = recipe.but(counts=Share(share))
         try:
-            choices, _ = choose_units(model.units, ones, asked, model.width_by_block)
+            choices, _ = choose_units(model.units, ones, by_share, model.width_by_block)
         except UserError:  # fewer than a token needs
             continue
         cost = _cost(model, choices)
         reached = cost.active_parameters or cost.parameters
         active = f", {reached:,} active per token" if routed else ""
         first = choices[0]
-        kept = f"{first.record.kept} of {len(first.units)} {first.units.kind}"
-        lines.append(
-            f"with {kept}: {cost.parameters:,} parameters{active}, {format_bytes(cost.bytes)}"
-        )
-    return lines
+        said = f"{first.record.kept} of {len(first.units)} {first.units.kind}"
+        if share == asked:
+            said += f" (--sparsity {asked:g})"
+            remarks = _rounding(choices, by_share)
+        size = format_bytes(cost.bytes)
+        lines[first.record.kept] = f"with {said}: {cost.parameters:,} parameters{active}, {size}"
+    return [*(lines[kept] for kept in sorted(lines, reverse=True)), *remarks]
 
 
 def _totals(choices: Sequence[Choice]) -> dict[str, tuple[int, int, int]]:
@@ -440,10 +448,20 @@ def _totals(choices: Sequence[Choice]) -> dict[str, tuple[int, int, int]]:
     return totals
 
 
-def _rounding(choices: Sequence[Choice], structure: Structure) -> list[str]:
-    """A sentence for each kind of units of which far fewer go than the rule removes."""
+def _rounding(choices: Sequence[Choice], recipe: Recipe) -> list[str]:
+    """A sentence for each kind of units of which far fewer go than the rule removes, or than a
+    sparsity asks for.
+    """
+    structure = recipe.structure
+    assert structure is not None
+    asked = recipe.counts.sparsity or 0.0
     messages = []
     for noun, (units, rule, kept) in _totals(choices).items():
+        if units - rule < _NEARLY * asked * units:
+            messages.append(
+                f"--sparsity {asked:g} asks for {asked * units:.4g} of {units:,} {noun}, rounded "
+                f"down to {units - rule:,} ({percent_cell(1 - rule / units)} %)."
+            )
         if units - kept >= _NEARLY * (units - rule):
             continue
         multiple = structure.width_multiple if noun == "neurons" else None
@@ -459,12 +477,12 @@ def _rounding(choices: Sequence[Choice], structure: Structure) -> list[str]:
     return messages
 
 
-def _decision_lines(decision: Decision, structure: Structure) -> list[str]:
+def _decision_lines(decision: Decision) -> list[str]:
     """How many heads and neurons stay, and what changes in config.json."""
     lines = []
     for noun, (units, rule, kept) in _totals(decision.choices).items():
         lines.append(f"{noun}: {kept:,} of {units:,} stay (the rule keeps {rule:,})")
-    lines += _rounding(decision.choices, structure)
+    lines += _rounding(decision.choices, decision.recipe)
     if decision.changes:
         changes = [f"{path[-1]} {value}" for path, value in decision.changes.items()]
         lines.append(f"config.json: {', '.join(changes)}")
