@@ -5,6 +5,7 @@ names file, field and rule.
 import base64
 import csv
 import json
+import logging
 import math
 import os
 import shutil
@@ -26,6 +27,7 @@ from emp_llm import report
 from emp_llm.common.errors import UserError
 from emp_llm.common.tables import csv_table
 from emp_llm.evaluation.comparison import signed
+from emp_llm.records.run_report import read_report
 
 HOSTILE = "<script>alert('x')</script> $\\frac{$ & |a|_b_\x00\u202e\"quoted\""
 
@@ -370,3 +372,23 @@ def test_cells_are_no_formulas(runs: Path, tmp_path: Path) -> None:
         ["'=1", "'+a", "'-a", "'@a", "'�=1", "a�[31mb�c"],
         ["-1.5"],
     ]
+
+
+def test_a_page_names_no_folders_of_its_writer(
+    runs: Path, text: Path, tmp_path: Path, command: Run
+) -> None:
+    """Not of the model, nor of the text that judged it. And matplotlib has nothing to say."""
+    model = read_report(runs / NAMES[0]).source.model
+    assert Path(model).is_absolute()
+    suite = f"perplexity,file={text},seqlen=32,limit=2"
+    judged = command("evaluate", runs / NAMES[0], "--baseline", model, "--suite", suite)
+    made = sorted(path.name for path in tmp_path.iterdir())
+    start = f"{NAMES[0]}-perplexity-file={text.name}-seqlen=32"
+    assert made == [f"{start}-baseline.json", f"{start}.json"]
+    command("report", runs / NAMES[0], *made, "--output", "page")
+    assert not logging.getLogger("matplotlib.font_manager").isEnabledFor(logging.INFO)
+    pages = [path.read_text() for path in (tmp_path / "page").rglob("*.[mcs]*") if path.is_file()]
+    assert len(pages) >= 3
+    folders = {str(text.parent), str(Path(model).parent), str(runs)}
+    for page in [judged.stdout, *pages]:
+        assert not [folder for folder in folders if folder in page]

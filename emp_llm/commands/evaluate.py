@@ -145,7 +145,8 @@ def evaluate(
         Path(base).stem,
         *filter(None, changes.split(",")),
     ]
-    file = output or Path(f"{'-'.join(str(mark) for mark in marks if mark)}.json")
+    name = "-".join(str(mark) for mark in marks if mark)
+    file = output or Path(f"{name.replace('/', '-')}.json")
 
     with ExitStack() as stack:
 

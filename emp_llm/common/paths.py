@@ -88,3 +88,9 @@ def data_folder(name: str) -> Path:
     if packaged.is_dir():
         return packaged
     return checkout / "scripts" / name if name == "slurm" else checkout / name
+
+
+def shown_name(model: str) -> str:
+    """A model for a page that others read: a Hub id as it is, and a folder without those above."""
+    path = PurePath(model)
+    return path.name if path.is_absolute() or model.startswith((".", "~")) else model

@@ -14,7 +14,7 @@ a block), [[tasks]] tables (names of lm-eval tasks with their settings), or both
 import hashlib
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any
 
 import msgspec
@@ -70,7 +70,7 @@ class Suite:
     """A text for the perplexity, tasks, or both.
 
     Attributes:
-        name: as the user gave it.
+        name: as the user gave it, without the folders of files.
         corpus: the text of the perplexity; `corpus.seqlen` is the length of a block. None: no
             perplexity.
         tasks: in the order in which they run.
@@ -195,7 +195,15 @@ def find_suite(name: str) -> Suite:
         ]
     if corpus is None and not tasks:
         raise UserError(f"{path}: it is empty; a suite has [perplexity], [[tasks]] or both.")
-    return Suite(name, corpus, tuple(tasks)).limited(None if limit is None else int(limit[1]))
+    suite = Suite(name, corpus, tuple(tasks)).limited(None if limit is None else int(limit[1]))
+    shown = [base if base in known else path.name, *map(_without_folders, rest)]
+    return replace(suite, name=",".join(shown))
+
+
+def _without_folders(change: str) -> str:
+    """ "file=V.txt" of "file=/a/b/V.txt"."""
+    field, equals, value = change.partition("=")
+    return f"{field}{equals}{PurePath(value).name if field == 'file' else value}"
 
 
 def suite_of(options: SuiteOptions) -> Suite:

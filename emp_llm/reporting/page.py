@@ -6,6 +6,7 @@ from typing import ClassVar
 import msgspec
 
 from emp_llm.common.errors import printable
+from emp_llm.common.paths import shown_name
 from emp_llm.common.tables import (
     Rows,
     csv_table,
@@ -320,7 +321,7 @@ def page_text(
 
 
 def _study_texts(study: Study, drawings: list[Drawing]) -> list[str]:
-    facts: dict[str, list[str]] = {"model": [study.model]}
+    facts: dict[str, list[str]] = {"model": [shown_name(study.model)]}
     for point in study.points:
         for name, fact in point.facts.items():
             facts.setdefault(name, []).append(fact)

@@ -43,6 +43,7 @@ from emp_llm.common.paths import (
     OTHER_WEIGHTS,
     REPORT_NAME,
     is_hidden,
+    shown_name,
 )
 from emp_llm.common.tables import (
     table,
@@ -364,7 +365,7 @@ def push_checkpoint(
                 f"{card}: the model card cannot be written ({reason(error)})."
             ) from error
         files[CARD_NAME] = card
-        message = f"{report.source.model} pruned by {report.recipe.method} with emp-llm"
+        message = f"{shown_name(report.source.model)} pruned by {report.recipe.method} with emp-llm"
         message += ", and trained since" if report.trained else ""
         with hub_errors_explained(to.name):
             commit = with_retries(lambda: _commit(files, to, message))

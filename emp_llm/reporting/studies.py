@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from emp_llm.checkpoint.files import read_json
 from emp_llm.common.errors import UserError, printable
-from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME
+from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME, shown_name
 from emp_llm.evaluation.comparison import Change, Value, change_of, in_percent, values_of
 from emp_llm.evaluation.results import results_of_report
 from emp_llm.options.flat import recipe_of
@@ -246,7 +246,7 @@ def _origin(record: RunReport | Measure, recipe: Recipe, targets: TargetsRecord)
         "sparsity": targets.sparsity_of_targets,
         "sparsity_of_all": targets.sparsity_of_all_parameters,
     }
-    facts = {"model": record.source.model, "revision": record.source.revision}
+    facts = {"model": shown_name(record.source.model), "revision": record.source.revision}
     if targets.parameters is not None:
         facts["parameters"] = f"{targets.parameters:,}"
     if targets.weights is not None:
