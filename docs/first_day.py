@@ -1,9 +1,9 @@
 """The first day with emp-llm, cell by cell: measure, prune a model in memory, use a score of your
 own.
 
-Run it from the checkout, `python docs/first_day.py`, or open it as a notebook: every `# %%` begins
-a cell. It uses the model and the text that the repository carries, needs no network, deletes what
-it writes, and takes under a minute.
+Run it (`python docs/first_day.py`), or open it as a notebook: every `# %%` begins a cell. It uses
+the model and the text that the repository carries, needs no network, deletes what it writes, and
+takes under a minute.
 """
 
 # %% A model and its tokenizer, as you load them anyway
@@ -27,7 +27,9 @@ from emp_llm import (
     verify,
 )
 
-MODEL = "scripts/demo/model"
+here = Path(__file__).resolve() if "__file__" in globals() else Path.cwd() / "notebook"
+root = next(each for each in here.parents if (each / "scripts" / "demo" / "model").is_dir())
+MODEL = str(root / "scripts" / "demo" / "model")
 folder = TemporaryDirectory()
 work = Path(folder.name)
 tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -40,7 +42,7 @@ for point in measured.measures[0].curve:
 
 # %% Prune the model in memory
 recipe = Recipe(score=Wanda(), targets=Targets("mlp"))
-text = Path("calibration/demo.txt").read_text(encoding="utf-8")
+text = (root / "calibration" / "demo.txt").read_text(encoding="utf-8")
 report = prune_model(model, recipe, [text], tokenizer, samples=8, seqlen=256)
 print(f"{report.targets.sparsity_of_targets:.1%} of {report.targets.weights:,} weights removed")
 widest = max(report.matrices, key=lambda name: report.matrices[name].kept_fraction_mean)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin
 import emp_llm
 from emp_llm import COMMANDS as COMMANDS
 from emp_llm import __version__
-from emp_llm.common.declared import Node, Opt, Option, built, options_of
+from emp_llm.common.declared import Node, Opt, Option, built, check_words, options_of
 from emp_llm.common.errors import UserError, did_you_mean, disk_sentence, quotable, reason, visible
 from emp_llm.common.machine import default_modes
 from emp_llm.common.progress import loudness, progress_of
@@ -158,6 +158,7 @@ _NOISY = (
     "datasets",
     "accelerate",
     "absl",
+    "matplotlib",
 )
 
 
@@ -221,6 +222,7 @@ def command(function: Callable[..., R]) -> Callable[..., R]:
     @wraps(function)
     def flat(*arguments: Any, **keywords: Any) -> R:
         known = options()
+        check_words(function.__name__, keywords, known)
         given = {
             name: known[name].checked(value)
             for name, value in signature().bind(*arguments, **keywords).arguments.items()
@@ -480,7 +482,7 @@ def _parameter(key: str, option: Option) -> "click.Option":
     default = option.parameter.default
     if option.required and not option.about.argument:
         text += "  [required]"
-    elif not option.about.argument and default is not None and default is not False:
+    elif not option.about.argument and default not in (None, "") and default is not False:
         shown = option.flag.partition("/")[0].removeprefix("--") if default is True else default
         text += f"  [default: {shown}]"
     known = (int, float, str, Path)

@@ -91,4 +91,6 @@ def main(name: str, text: str, output: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit("usage: python examples/emp.py MODEL TEXT OUTPUT")
     main(*sys.argv[1:])

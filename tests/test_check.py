@@ -17,15 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from emp_llm import measure, prune, prune_model, recipe_of
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation import perplexity
+from emp_llm.evaluation.comparison import compare
 from emp_llm.records.base import read_record
-from emp_llm.records.evaluation import (
-    CheckRecord,
-    EvaluationRecord,
-    Measures,
-    PerplexityRecord,
-)
+from emp_llm.records.evaluation import CheckRecord, PerplexityRecord
+from emp_llm.records.results import MadeBy, ModelIdentity, PrunedBy, Results
 from emp_llm.records.run_report import RunReport
-from emp_llm.reporting.run_tables import advice_lines, pruning_lines
+from emp_llm.reporting.run_tables import check_lines, pruning_lines
 from emp_llm.reporting.studies import read_inputs
 
 Models = Callable[[str], Path]
@@ -107,33 +104,30 @@ def test_the_last_line_of_the_command(models: Models, text: Path, command: Any) 
 
 
 def checked_at(pruned: float, **options: Any) -> list[str]:
-    """The advice of a run whose dense perplexity is 10."""
+    """The advice of a run whose dense perplexity is 10: the same at its end and in a table."""
     record = partial(PerplexityRecord, tokens=64, blocks=2, block_length=32)
     check = CheckRecord(dense=record(perplexity=10.0), pruned=record(perplexity=pruned))
-    evaluation = None
-    if options.pop("evaluated", False):
-        evaluation = EvaluationRecord(
-            suite="a",
-            limit=None,
-            text=None,
-            tasks=[],
-            dense=Measures(perplexity=check.dense),
-            pruned=Measures(perplexity=check.pruned),
-        )
     recipe = recipe_of(**options)
-    report: Any = SimpleNamespace(
-        check=None if evaluation else check, evaluation=evaluation, loss=None, recipe=recipe
+    run: Any = SimpleNamespace(check=check, loss=None, recipe=recipe)
+    budget: Any = SimpleNamespace(check=check, loss=True, recipe=recipe)
+    assert len(check_lines(budget)) == 1
+    about = MadeBy(model=ModelIdentity())
+    dense = Results(model="dense", made_by=about, perplexity=check.dense)
+    after = Results(
+        model="a/out", made_by=about, perplexity=check.pruned, pruned=PrunedBy(recipe=recipe)
     )
-    return advice_lines(report)
+    lines = check_lines(run)[1:]
+    in_table = [line for line in compare([dense, after]).splitlines() if "cost less" in line]
+    assert in_table == [f"out: {line}" for line in lines]
+    return lines
 
 
 @pytest.mark.parametrize(
     ("options", "cheaper"),
     [
         ({}, "--method emp-admm --refit, --order 1 or --loss 2%"),
-        ({"evaluated": True}, "--method emp-admm --refit, --order 1 or --loss 2%"),
         ({"method": "emp-wanda", "order": 1.0}, "--method emp-admm --refit or --loss 2%"),
-        ({"method": "wanda"}, "--method admm --refit, a lower --sparsity or --loss 2%"),
+        ({"method": "wanda"}, "--method emp-admm --refit, a lower --sparsity or --loss 2%"),
         ({"method": "magnitude", "pattern": "2:4"}, "--method admm --refit or --loss 2%"),
         ({"method": "emp-admm", "refit": True}, "--heal, --order 1 or --loss 2%"),
         ({"method": "best", "pattern": "2:4"}, "cost less: --loss 2%"),
@@ -141,7 +135,7 @@ def checked_at(pruned: float, **options: Any) -> list[str]:
         ({"method": "best", "sparsity": 0.6}, "a lower --sparsity or --loss 2%"),
         (
             {"method": "emp-cosine", "structure": "layers", "sparsity": 0.5},
-            "a lower --sparsity or --loss 2%",
+            "--heal, a lower --sparsity or --loss 2%",
         ),
         ({"method": "wanda", "structure": "neurons"}, "--refit, a lower --sparsity or --loss 2%"),
     ],

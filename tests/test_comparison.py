@@ -104,15 +104,22 @@ def test_published_values_stand_nowhere_else() -> None:
 
 
 def test_a_ruined_model_is_told_with_what_to_try() -> None:
-    said = "out: its perplexity is 2.2 times that of dense. Remove less"
-    assert f"\n{said}" in compare([model("dense"), model("out", "wanda", perplexity=12.1)])
+    said = "out: The perplexity rises by more than a half. This would cost less: "
+    assert f"\n{said}" in compare([model("dense"), model("out", "wanda", perplexity=8.3)])
     for other in (
-        model("out", "wanda", perplexity=10.9),
+        model("out", "wanda", perplexity=8.2),
         model("out", "wanda", perplexity=None),
         model("out", perplexity=12.1),
     ):
-        assert "times" not in compare([model("dense"), other])
-    assert "times" not in compare([model("dense", "wanda"), model("out", "wanda", perplexity=12.1)])
+        assert "cost less" not in compare([model("dense"), other])
+    ruined = model("out", "wanda", perplexity=12.1)
+    assert "cost less" not in compare([model("dense", "wanda"), ruined])
+
+
+def test_models_of_one_name_are_told_apart_by_as_few_folders_as_it_takes() -> None:
+    models = [model("/home/me/work/one/out"), model("/home/me/work/two/out")]
+    head = compare(models).splitlines()[0].split()
+    assert head == ["one/out", "two/out", "change"]
 
 
 def test_models_with_other_zeros_are_told() -> None:

@@ -1,6 +1,7 @@
 """The method on one page makes the masks of the package."""
 
 import runpy
+import sys
 from pathlib import Path
 
 import code_size
@@ -43,3 +44,10 @@ def test_the_method_on_one_page(
     ).state_dict()
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, page_weights[name]), name
+
+
+def test_without_arguments_it_shows_its_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = ROOT / "examples" / "emp.py"
+    monkeypatch.setattr(sys, "argv", [str(page)])
+    with pytest.raises(SystemExit, match=r"usage: python examples/emp\.py MODEL TEXT OUTPUT"):
+        runpy.run_path(str(page), run_name="__main__")

@@ -347,8 +347,10 @@ def _interrupted(keep: Any) -> Any:
 
 def test_the_lines_of_the_command(two_blocks: Path, tmp_path: Path, command: Any) -> None:
     line = ["prune", two_blocks, "--calibration", "demo", "--samples", 8, "--seqlen", 64]
-    line += ["--output", tmp_path / "out", "--quiet"]
+    line += ["--output", tmp_path / "out"]
     found = command(*line, "--method", "wanda", "--loss", "10%")
+    assert "% removed: " not in found.stderr, "the table has every point"
+    line.append("--quiet")
     assert "held-out tokens" in found.stdout
     assert re.search(r"(?m)^removed +masks alone$", found.stdout)
     assert re.search(r"chosen: [\d.]+ %, the most with rise \+ error <= 10 %", found.stdout)
@@ -359,6 +361,7 @@ def test_the_lines_of_the_command(two_blocks: Path, tmp_path: Path, command: Any
     worst = ["--method", "worst", "--criterion", tmp_path / "worst.py"]
     found = command(*line, "--overwrite", *worst, "--loss", "0.1%", code=2)
     assert "--loss 0.1% removes nothing" in found.stderr
+    assert "Allow more, or use --method emp-admm --refit." in found.stderr
     assert "1.0 %: " in found.stderr, "the curve"
     assert not list(tmp_path.glob(".*"))
 
@@ -372,7 +375,7 @@ def test_too_little_for_a_single_unit(two_blocks: Path, tmp_path: Path, command:
     found = command(*line, "--loss", "0.01%", "--output", tmp_path / "out", code=2)
     assert "--loss 0.01% removes nothing: up to " in found.stderr
     assert "% all neurons stay, and the least that was removed goes beyond it" in found.stderr
-    assert "or lower --width-multiple." in found.stderr
+    assert "Allow more, or use --refit or a lower --width-multiple." in found.stderr
     assert "+0.00" not in found.stderr
     assert "resumes" not in found.stderr
     assert not list(tmp_path.iterdir())

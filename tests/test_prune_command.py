@@ -293,6 +293,8 @@ def test_help_fits_on_a_screen_and_help_all_has_the_rest(
     assert "--loss" in number
     assert "--memory" in number
     assert 6 <= len(titles) <= 15
+    assert "[default: ]" not in everything.stdout
+    assert "[default: 0]" in everything.stdout
 
 
 def test_every_option_of_a_long_help_has_a_group() -> None:

@@ -4,7 +4,9 @@ import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import write_stub
@@ -40,6 +42,33 @@ def test_help_describes_every_argument(name: str) -> None:
     about = inspect.getdoc(command) or ""
     for argument in inspect.signature(command).parameters:
         assert re.search(rf"^    {argument}: \w", about, re.MULTILINE), argument
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda: emp_llm.prune("x", methd="wanda"),
+            r"prune\(\) .* Did you mean method\?",
+        ),
+        (
+            lambda: emp_llm.evaluate("x", sute="demo"),
+            r"evaluate\(\) .* Did you mean suite\?",
+        ),
+        (lambda: emp_llm.Recipe(scor=None), r"Recipe\(\) got .* 'scor'. Did you mean score\?"),
+        (
+            lambda: emp_llm.Recipe(score=emp_llm.Wanda(), sparsity=0.5),
+            r"Recipe\(\) got .* 'sparsity'. Did you mean counts=Effective\(sparsity=\.\.\.\) or "
+            r"counts=Share\(sparsity=\.\.\.\)\?",
+        ),
+        (lambda: emp_llm.Recipe(qqq=1), r"Recipe\(\) got an unexpected keyword argument 'qqq'\.$"),
+    ],
+)
+def test_a_wrong_word_names_the_function_and_the_nearest(
+    call: Callable[[], Any], said: str
+) -> None:
+    with pytest.raises(TypeError, match=said):
+        call()
 
 
 def test_every_public_name_is_there() -> None:

@@ -202,10 +202,12 @@ def test_a_synthetic_checkpoint_is_a_model(tmp_path: Path, monkeypatch: pytest.M
     assert len(list((tmp_path / "pruned").glob("*.safetensors"))) == 3
 
 
-def test_the_first_day(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The notebook-like script of docs/, as its reader runs it."""
-    monkeypatch.chdir(SCRIPTS.parent)
-    runpy.run_path("docs/first_day.py")
+def test_the_first_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The notebook-like script of docs/, as its reader runs it, from any folder."""
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(SCRIPTS.parent / "docs" / "first_day.py"))
     told = capsys.readouterr().out
     assert "beta 1: 36.9% of the targets" in told
     assert "differences: []" in told

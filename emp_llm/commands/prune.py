@@ -257,7 +257,6 @@ def _write(
 def show(result: "RunReport | DryRun") -> None:
     """Print the result of a run, or the plan of a dry run."""
     from emp_llm.reporting.run_tables import (
-        advice_lines,
         check_lines,
         dry_run_table,
         evaluation_table,
@@ -275,7 +274,7 @@ def show(result: "RunReport | DryRun") -> None:
         print(line)
     if result.evaluation is not None:
         print(evaluation_table(result))
-    for line in [*loss_lines(result), *check_lines(result), *advice_lines(result)]:
+    for line in [*loss_lines(result), *check_lines(result)]:
         print(line)
     if result.push is not None:
         from emp_llm.reporting.push import pushed_words

@@ -4,6 +4,7 @@ flat options, and written as JSON.
 
 import inspect
 import math
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -351,6 +352,25 @@ def switch_of(node: type[Node]) -> dict[str, Option]:
         about.name, inspect.Parameter.KEYWORD_ONLY, default=False if kind is bool else None
     )
     return {about.name: Option(parameter, kind, about)}
+
+
+def check_words(
+    name: str,
+    words: Iterable[str],
+    known: Collection[str],
+    hint: Callable[[str], str] = lambda _: "",
+) -> None:
+    """Raise TypeError, with the nearest word, for a keyword argument that a function does not take.
+
+    Args:
+        hint: what to say of a word that is near none.
+    """
+    for word in words:
+        if word not in known:
+            raise TypeError(
+                f"{name}() got an unexpected keyword argument {word!r}."
+                f"{did_you_mean(word, known) or hint(word)}"
+            )
 
 
 def check_fields(node: Any) -> None:

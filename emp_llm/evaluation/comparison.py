@@ -18,6 +18,7 @@ from typing import Any
 
 from emp_llm.common.errors import count_of
 from emp_llm.common.tables import markdown_table, percent_cell, table
+from emp_llm.options.recipe import Match, Pattern, Recipe
 from emp_llm.records.evaluation import Measures, PerplexityRecord, TaskRecord
 from emp_llm.records.results import Results
 
@@ -358,7 +359,41 @@ def shown_change(name: str, base: Value | None, value: Value | None) -> str:
     return "-" if base is None or value is None else change_text(name, change_of(name, value, base))
 
 
-_RUINED = 2  # times the perplexity of the dense model, from which a table says what to try
+_LARGE = 1.5  # times the perplexity of the dense model
+
+
+def cheaper(recipe: Recipe) -> list[str]:
+    """The options by which a run loses less at the same number of weights."""
+    counts = recipe.counts
+    structure = recipe.structure
+    flags = []
+    if recipe.update is None or recipe.update.refit is None:
+        if structure is None:
+            fixed = isinstance(counts, Pattern | Match) or getattr(counts, "shares", None)
+            flags.append(f"--method {'admm' if fixed else 'emp-admm'} --refit")
+        elif all(units.refits for units in structure.removed.values()):
+            flags.append("--refit")
+    if not flags and recipe.heal is None:
+        flags.append("--heal")
+    # Of an order above 1, the effective number is smaller than that of order 1.
+    if counts.sparsity is None and (counts.order or 0) > 1:
+        flags.append("--order 1")
+    return flags
+
+
+def advice(recipe: Recipe, dense: float, pruned: float) -> list[str]:
+    """A sentence with what would cost less, if the perplexity rises by more than a half; else
+    none.
+    """
+    if pruned <= _LARGE * dense:
+        return []
+    flags = cheaper(recipe)
+    if recipe.counts.sparsity is not None:
+        flags.append("a lower --sparsity")
+    if getattr(recipe.counts, "shares", None) is None:
+        flags.append("--loss 2%")
+    listed = f"{', '.join(flags[:-1])} or {flags[-1]}" if len(flags) > 1 else flags[0]
+    return [f"The perplexity rises by more than a half. This would cost less: {listed}"]
 
 
 # The table.
@@ -422,22 +457,6 @@ def _notes(
     measured: list[dict[str, Value]],
 ) -> list[str]:
     notes = []
-    dense, *others = (
-        None if model.perplexity is None else model.perplexity.perplexity for model in models
-    )
-    for model, label, after in zip(models[1:], labels[1:], others, strict=True):
-        if (
-            dense
-            and after
-            and models[0].pruned is None
-            and model.pruned is not None
-            and after > _RUINED * dense
-        ):
-            notes.append(
-                f"{label}: its perplexity is {after / dense:.1f} times that of {labels[0]}. Remove "
-                "less (a lower --sparsity, a larger --beta), use a method that calibrates, or add "
-                "--refit"
-            )
     removed = {
         label: model.pruned.sparsity_of_targets
         for label, model in zip(labels, models, strict=True)
@@ -464,24 +483,30 @@ def _notes(
     if any(in_percent(name) for name in names):
         notes.append("accuracies in percent ± standard error; their changes in points")
     notes += change_notes(names, measured[0], measured[1:])
+    dense, *others = (
+        None if model.perplexity is None else model.perplexity.perplexity for model in models
+    )
+    for model, label, after in zip(models[1:], labels[1:], others, strict=True):
+        if dense and after and models[0].pruned is None and model.pruned is not None:
+            notes += [f"{label}: {line}" for line in advice(model.pruned.recipe, dense, after)]
     return notes
 
 
 def _labels(models: list[Results]) -> list[str]:
-    """The models' names with their quantisation: the shortest that are distinct, by folder,
-    path, or revision on the Hub.
+    """The models' names with their quantisation: the shortest ends of their paths that differ; else
+    with the revision on the Hub.
     """
     bits = [
         f" {model.made_by.quantization.bits}" if model.made_by.quantization else ""
         for model in models
     ]
     at = [f"@{model.revision[:8]}" if model.revision else "" for model in models]
-    short = [
-        f"{PurePath(model.model).name or model.model}{suffix}"
-        for model, suffix in zip(models, bits, strict=True)
-    ]
-    long = [f"{model.model}{suffix}" for model, suffix in zip(models, bits, strict=True)]
-    full = [
-        f"{model.model}{mark}{suffix}" for model, mark, suffix in zip(models, at, bits, strict=True)
-    ]
-    return next((labels for labels in (short, long) if len(set(labels)) == len(labels)), full)
+
+    def ends(parts: int) -> list[str]:
+        return [str(PurePath(*PurePath(model.model).parts[-parts:])) for model in models]
+
+    for parts in range(1, max(len(PurePath(model.model).parts) for model in models) + 1):
+        labels = [end + suffix for end, suffix in zip(ends(parts), bits, strict=True)]
+        if len(set(labels)) == len(labels):
+            return labels
+    return [end + mark + suffix for end, mark, suffix in zip(ends(2), at, bits, strict=True)]

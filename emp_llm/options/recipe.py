@@ -12,6 +12,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -20,7 +21,10 @@ from emp_llm.common.declared import (
     Opt,
     as_tree,
     check_fields,
+    check_words,
+    declared,
     has_kinds,
+    kinds_of,
     node_in,
     options_apart,
     options_of,
@@ -962,6 +966,33 @@ class Recipe:
                     f"--propagate pruned prunes block by block, and {flag} needs the "
                     "scores of all; leave one out."
                 )
+
+
+def _checks_words(init: Any) -> Any:
+    """The constructor of a recipe, which says where a word belongs that is none of its fields."""
+
+    @wraps(init)
+    def checked(self: Recipe, *values: Any, **words: Any) -> None:
+        check_words("Recipe", words, [field.name for field in declared(Recipe)], _places_of)
+        init(self, *values, **words)
+
+    return checked
+
+
+def _places_of(word: str) -> str:
+    """The nodes of a recipe that have a field of this name, as a question; empty if none has."""
+    places = [
+        f"{branch.name}={kind.__name__}({field.name}=...)"
+        for branch in declared(Recipe)
+        if branch.node is not None
+        for kind in kinds_of(branch.node)
+        for field in declared(kind)
+        if field.name == word
+    ]
+    return f" Did you mean {' or '.join(places)}?" if places else ""
+
+
+Recipe.__init__ = _checks_words(Recipe.__init__)  # type: ignore[method-assign]
 
 
 def _check_nodes(recipe: Recipe) -> None:

@@ -10,9 +10,11 @@ import numpy as np
 
 from emp_llm.checkpoint.files import read_json
 from emp_llm.common.errors import UserError, count_of, format_bytes, printable
+from emp_llm.common.paths import shown_name
 from emp_llm.common.tables import Rows, number_cell, percent_cell, table
 from emp_llm.evaluation.comparison import (
     Value,
+    advice,
     change_notes,
     change_of,
     change_text,
@@ -276,11 +278,15 @@ def healing_lines(report: RunReport) -> list[str]:
 
 
 def check_lines(report: RunReport) -> list[str]:
-    """One line: the perplexity of held-out text, dense and pruned, or what a check needs."""
+    """The perplexity of held-out text, dense and pruned, and what would cost less if it rises much;
+    or what a check needs. A budget of --loss is the user's word.
+    """
     if report.check is None:
         return [] if report.unchecked is None else [f"damage not measured: {report.unchecked}"]
     dense, pruned, change, tokens = checked_words(report.check)
-    return [f"held-out text, {tokens}: perplexity {dense} to {pruned} ({change})"]
+    line = f"held-out text, {tokens}: perplexity {dense} to {pruned} ({change})"
+    values = report.check.dense.value, report.check.pruned.value
+    return [line, *([] if report.loss else advice(report.recipe, *values))]
 
 
 def checked_words(check: CheckRecord) -> tuple[str, str, str, str]:
@@ -294,45 +300,6 @@ def checked_words(check: CheckRecord) -> tuple[str, str, str, str]:
     change = change_text("perplexity", change_of("perplexity", pruned, dense))
     tokens = f"{check.dense.blocks} x {check.dense.block_length} tokens"
     return f"{dense.value:.4g}", f"{pruned.value:.4g}", change, tokens
-
-
-_LARGE = 1.5  # times the dense perplexity
-
-
-def advice_lines(report: RunReport) -> list[str]:
-    """One line: what would cost less, if the perplexity of the check, or of the evaluation, rises
-    by more than a half; else none. A budget of --loss is the user's word.
-    """
-    measured = report.check
-    if report.evaluation is not None:
-        both = (report.evaluation.dense, report.evaluation.pruned)
-        dense, pruned = (None if each is None else each.perplexity for each in both)
-        if dense is not None and pruned is not None:
-            measured = CheckRecord(dense=dense, pruned=pruned)
-    if measured is None or report.loss is not None:
-        return []
-    if measured.pruned.value <= _LARGE * measured.dense.value:
-        return []
-    recipe = report.recipe
-    counts = recipe.counts
-    refitted = recipe.update is not None and recipe.update.refit is not None
-    flags = []
-    if recipe.structure is not None:
-        if not refitted and all(units.refits for units in recipe.structure.removed.values()):
-            flags.append("--refit")
-    elif not refitted:
-        flags.append(f"--method {'emp-' * recipe.adaptive}admm --refit")
-    elif recipe.heal is None:
-        flags.append("--heal")
-    # Of an order above 1, the effective number is smaller than that of order 1.
-    if counts.sparsity is None and (counts.order or 0) > 1:
-        flags.append("--order 1")
-    if counts.sparsity is not None:
-        flags.append("a lower --sparsity")
-    if getattr(counts, "shares", None) is None:
-        flags.append("--loss 2%")
-    listed = f"{', '.join(flags[:-1])} or {flags[-1]}" if len(flags) > 1 else flags[0]
-    return [f"The perplexity rises by more than a half. This would cost less: {listed}"]
 
 
 def loss_lines(report: RunReport) -> list[str]:
@@ -686,14 +653,11 @@ def speed_rows(benches: Sequence[Bench]) -> Rows:
     for bench in benches:
         dense = bench.dense
         sparse = bench.sparse
+        names = [shown_name(each) for each in dict.fromkeys((bench.model, dense.model))]
         threads = f", {bench.threads} threads" if bench.device == "cpu" else ""
         rows += [
             [
-                printable(
-                    bench.model
-                    if dense.model == bench.model
-                    else f"{bench.model}, dense: {dense.model}"
-                ),
+                printable(", dense: ".join(names)),
                 f"{bench.sparsity:.1%}",
                 printable(bench.processor if bench.device == "cpu" else bench.device) + threads,
                 f"{batch.batch_size} x {bench.prompt_tokens}{'' if bench.text else ' at random'} + "

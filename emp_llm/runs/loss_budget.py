@@ -44,7 +44,7 @@ from emp_llm.common.errors import NothingRemovedError, UserError
 from emp_llm.common.machine import Stopwatch, machine_name
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.progress import stage
-from emp_llm.evaluation.comparison import losses_of, paired_error_of_losses
+from emp_llm.evaluation.comparison import cheaper, losses_of, paired_error_of_losses
 from emp_llm.evaluation.perplexity import perplexity
 from emp_llm.models.loading import headless_class
 from emp_llm.options.base import GivenOptions
@@ -292,7 +292,8 @@ class LossCurve:
             error = 0.0
         point = LossPoint(sparsity=sparsity, rise=rise, error=error, whole_run=whole)
         change = 100 * math.expm1(min(rise, 50.0))
-        logger.info(
+        # The result shows all points.
+        logger.debug(
             "%s%.1f %% removed: perplexity %+.2f %%", "pruned, " * whole, 100 * sparsity, change
         )
         return point
@@ -504,22 +505,17 @@ class _Search:
         none = max((point.sparsity for point in points if point.removes_nothing), default=None)
         curve = "; ".join(point.words for point in points if not point.removes_nothing)
         shutil.rmtree(self._work)
-        adaptive = "emp-" * self._run.recipe.adaptive
-        instead = f"use a method that moves weights (--method {adaptive}admm --refit)"
+        instead = cheaper(self._run.recipe)
         structure = self._run.recipe.structure
         message = ""
-        if structure is not None:
-            instead = "add --refit or --heal"
-            if none is not None:
-                message = (
-                    f"up to {100 * none:.1f} % all {' and '.join(structure.removed)} stay, and "
-                )
-            if none is not None and (structure.width_multiple or 1) > 1:
-                instead += ", or lower --width-multiple"
+        if structure is not None and none is not None:
+            message = f"up to {100 * none:.1f} % all {' and '.join(structure.removed)} stay, and "
+            if (structure.width_multiple or 1) > 1:
+                instead.append("a lower --width-multiple")
         return UserError(
             f"{self._budget.flag} removes nothing: {message}the least that was "
-            f"{'tried' if none is None else 'removed'} goes beyond it ({curve}). Allow more, or "
-            f"{instead}."
+            f"{'tried' if none is None else 'removed'} goes beyond it ({curve}). Allow more"
+            f"{', or use ' * bool(instead)}{' or '.join(instead)}."
         )
 
     def by_masks(self) -> RunReport:
