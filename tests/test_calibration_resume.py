@@ -424,9 +424,12 @@ def test_the_dry_run_counts_the_state(deep: Path, text: Path, command: Callable[
         "--seqlen",
         LENGTH,
         "--dry-run",
+        "--execution",
+        "blocks",
     ]
     assert format_bytes(2 * STATE) in command(*line).stdout
     assert "--no-resumable-calibration" not in command(*line, "--no-resumable-calibration").stdout
+    assert "--no-resumable-calibration" not in command(*line[:-2]).stdout, "it runs as a whole"
 
 
 def test_a_signal_in_a_whole_model_says_that_it_starts_over(

@@ -13,23 +13,29 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from conftest import Run
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import emp_llm
 from emp_llm import prune, unpack, verify
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.cli import help_groups, options_from, parse
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import versions
 from emp_llm.options.base import parse_numbers
 from emp_llm.options.prune import checked_recipe
+from emp_llm.pruning.dry_run import DryRun
 from emp_llm.records.run_report import RunReport, read_report
 
 Models = Callable[[str], Path]
+ROOT = Path(__file__).parents[1]
 
 
 def test_a_dry_run_beside_an_existing_output(models: Models, tmp_path: Path, command: Run) -> None:
@@ -48,6 +54,89 @@ def test_a_dry_run_beside_an_existing_output(models: Models, tmp_path: Path, com
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("all of it")
     assert "not a model folder" in command(*line, "--dry-run", "--output", "out", code=2).stderr
+
+
+@pytest.fixture
+def llama_8b(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The headers of LLaMA-3-8B over a file of holes; the disk has room for it."""
+    folder = tmp_path / "8B"
+    folder.mkdir()
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+    )
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        weights = AutoModelForCausalLM.from_config(config).state_dict()
+    header: dict[str, Any] = {}
+    end = 0
+    for name, weight in weights.items():
+        places = [end, end + 2 * weight.numel()]
+        header[name] = {"dtype": "BF16", "shape": list(weight.shape), "data_offsets": places}
+        end = places[1]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file = folder / "model.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(file, 8 + len(text) + end)
+    room = SimpleNamespace(free=1 << 40)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: room)
+    return folder
+
+
+def test_a_dry_run_applies_the_options(
+    llama_8b: Path, tmp_path: Path, command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers of docs/gpu.md, and no weight is read."""
+    monkeypatch.setattr(Matrix, "read", None)
+    monkeypatch.setattr(Checkpoint, "open_files", None)
+    how: dict[str, Any] = {"samples": 128, "seqlen": 2048, "targets": "all-linear"}
+    how |= {"sparsity": 0.5, "dry_run": True, "output": tmp_path / "out", "calibration": "demo"}
+
+    def planned(method: str, **more: Any) -> DryRun:
+        plan = prune(llama_8b, method=method, **how | more)
+        assert isinstance(plan, DryRun)
+        assert plan.needs is not None
+        return plan
+
+    def gigabytes(plan: DryRun) -> float:
+        assert plan.needs is not None
+        return (sum(plan.needs.parts.values()) + plan.needs.hidden) / 1e9
+
+    on_disk = {"device_map": "disk"}
+    admm = planned("emp-admm", refit=True, **on_disk)
+    assert admm.curve == []
+    # The update's part is a bound, of which 80 % are used.
+    assert admm.needs is not None
+    unused = 0.2 * admm.needs.parts["update, at most"] / 1e9
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    for name, found in {
+        "Wanda, whole model": gigabytes(planned("wanda")),
+        "Wanda, `--device-map disk`": gigabytes(planned("wanda", execution="blocks", **on_disk)),
+        "`emp-admm --refit`, `--device-map disk`": gigabytes(admm) - unused,
+    }.items():
+        row = next(line for line in page.splitlines() if line.startswith(f"| {name} |"))
+        assert float(row.split("|")[3]) == pytest.approx(found, abs=0.7)
+    assert admm.minutes is not None
+    wanda = planned("wanda", **on_disk).minutes
+    assert wanda is not None
+    assert 5 * wanda < admm.minutes
+    line = [item for key, value in how.items() for item in (f"--{key.replace('_', '-')}", value)]
+    line = [word for word in line if word is not True]
+    shown = command("prune", llama_8b, *line, "--method", "emp-admm", "--refit").stdout
+    assert "time: about " in shown
+    assert "weights 16.1 GB" in shown
+    assert "hidden states" in shown
+    shown = command("prune", llama_8b, *line, "--method", "emp-admm", "--device-map", "disk").stdout
+    assert "weights 469.1 MB" in shown
+    assert "less with --device-map disk" not in shown
 
 
 def test_a_dry_run_shows_the_sparsity_at_each_beta(

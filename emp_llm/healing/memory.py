@@ -102,6 +102,13 @@ class Sizes:
         return _width(self.config)
 
     @property
+    def reached(self) -> float:
+        """The weights that a token meets: of a mixture's experts, those that it is routed to."""
+        experts = _value(self.config, "num_local_experts", "num_experts", "n_routed_experts")
+        share = _value(self.config, "num_experts_per_tok") / experts if experts else 1.0
+        return (self.moving + self.others - 2 * _table(self.config)) * (share or 1.0)
+
+    @property
     def token(self) -> int:
         """Bytes that a block keeps of a token for its gradients: with d inputs and f neurons,
         about 24 d + 8 f.
@@ -274,19 +281,19 @@ def plan_healing(
         UserError: it fits neither whole nor block by block, cannot go block by block, or no longer
             fits as the interrupted run began.
     """
-    devices = _devices_of(device_map)
+    devices = devices_of(device_map)
     free = {str(device): free_on(device) for device in devices}
     if kept is not None and kept.ran_out:
         among = len(free) if kept.device_map == "balanced" else 1
         below = sum(kept.parts.values()) // among - 1
         free = {device: min(size, below) for device, size in free.items()}
-        if kept.by == "blocks" and not _offloads(device_map):
+        if kept.by == "blocks" and not keeps_elsewhere(device_map):
             device_map = "disk"
         kept = None
     in_bfloat16 = all(has_bfloat16(device) for device in devices)
     sizes = Sizes.of(checkpoint, targets, heal, length, samples, in_bfloat16)
     plan = None
-    if not _offloads(device_map) and (kept is None or kept.by == "model"):
+    if not keeps_elsewhere(device_map) and (kept is None or kept.by == "model"):
         most = 1 if "cpu" in free else min(batch_size, SEQUENCES)
         numbers = down_from(most) if kept is None else [kept.at_once]
         plan = _whole(sizes, device_map, free, numbers, hidden_states)
@@ -365,7 +372,7 @@ def _by_blocks(
     Raises:
         UserError: it does not fit either, or the model or the recipe needs the whole model.
     """
-    if _offloads(device_map):
+    if keeps_elsewhere(device_map):
         problem = f"--heal with --device-map {quotable(device_map)} goes block by block"
     else:
         problem = _too_little(sizes, 1, free)
@@ -407,14 +414,14 @@ def _off_device(sizes: Sizes) -> Place:
     return "cpu" if 2 * sizes.both_hidden_states < available_memory() else "disk"
 
 
-def _offloads(device_map: str) -> bool:
+def keeps_elsewhere(device_map: str) -> bool:
     """Whether a device map keeps weights elsewhere than where they are used."""
     placement = parse_device_map(device_map)
     places = set(map(str, placement.values())) if isinstance(placement, dict) else set()
     return "disk" in places or ("cpu" in places and len(places) > 1)
 
 
-def _devices_of(device_map: str) -> "list[torch.device]":
+def devices_of(device_map: str) -> "list[torch.device]":
     """The devices that compute by a device map: several, if a model may be spread over them."""
     import torch
 

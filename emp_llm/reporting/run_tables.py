@@ -44,7 +44,7 @@ from emp_llm.records.run_report import (
 from emp_llm.records.sweep import Sweep
 
 if TYPE_CHECKING:
-    from emp_llm.pruning.dry_run import DryRun
+    from emp_llm.pruning.dry_run import DryRun, Needs
 
 
 _SHOWN = 5  # columns of `pruning_rows` that a run prints: how much stays
@@ -209,11 +209,6 @@ def dry_run_table(plan: "DryRun") -> str:
         shape = " x ".join(str(length) for length in entry.shape)
         rows.append([f"{role} x {entry.count}", shape, f"{entry.weights:,}"])
     coverage = plan.coverage
-    memory = "1 GB"
-    if plan.model_bytes is not None:
-        memory += (
-            f", and {format_bytes(plan.model_bytes)} to calibrate (less with --device-map disk)"
-        )
     lines = [
         table(rows),
         f"{covered(coverage)}, {coverage.weights:,} of {coverage.parameters:,} parameters "
@@ -225,19 +220,21 @@ def dry_run_table(plan: "DryRun") -> str:
             if plan.needs_overwrite
             else ""
         ),
-        f"memory: {memory}",
+        *_needs_lines(plan.needs),
     ]
+    if plan.minutes is not None:
+        long = f"{plan.minutes:.0f} min" if plan.minutes < 90 else f"{plan.minutes / 60:.0f} hours"
+        lines.append(f"time: {'under a minute' if plan.minutes < 1 else f'about {long}'}")
     if plan.resume_bytes is not None:
         lines.append(
             f"disk while calibrating block by block: {format_bytes(2 * plan.resume_bytes)} of "
             "hidden states beside the output, for resuming an interrupted run (none with "
             "--no-resumable-calibration)"
         )
-    if plan.fit_bytes is not None and plan.fit_disk_bytes is not None:
+    if plan.fit_disk_bytes is not None:
         lines.append(
-            f"refit: up to {format_bytes(plan.fit_bytes)} more memory, beside two sets of hidden "
-            f"states and a block's inputs; {format_bytes(plan.fit_disk_bytes)} of disk beside the "
-            "output until it is written"
+            f"updated weights: {format_bytes(plan.fit_disk_bytes)} of disk beside the output until "
+            "it is written"
         )
     if plan.push_to_hub is not None:
         lines.append(f"push: {format_bytes(plan.disk_bytes)} to {plan.push_to_hub}")
@@ -247,6 +244,21 @@ def dry_run_table(plan: "DryRun") -> str:
     if plan.no_curve:
         lines.append(f"sparsity against beta: {plan.no_curve}")
     return "\n".join(lines)
+
+
+def _needs_lines(needs: "Needs | None") -> list[str]:
+    """Lines on the memory that a run takes."""
+    if needs is None:
+        return ["memory: 1 GB"]
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in needs.parts.items())
+    lines = [
+        f"memory: {format_bytes(sum(needs.parts.values()))} on {needs.device}, where "
+        f"{format_bytes(needs.free)} are free ({parts}); and 1 GB for the program"
+    ]
+    if needs.hidden:
+        where = "on disk" if needs.place == "disk" else "in main memory"
+        lines.append(f"hidden states: {format_bytes(needs.hidden)} {where}")
+    return lines
 
 
 # The error is sum_t ||What xhat_t - W x_t||^2 / sum_t ||W x_t||^2, with the inputs xhat in the

@@ -38,7 +38,13 @@ from emp_llm.options.base import GivenOptions
 from emp_llm.options.prune import PruneOptions, check_wanted
 from emp_llm.options.recipe import UNIT_CRITERIA, ByCost, Recipe, Share
 from emp_llm.pruning.chosen import Chosen, stored_bytes
-from emp_llm.pruning.dry_run import DryRun, healing_notes, planned_layers, resume_bytes
+from emp_llm.pruning.dry_run import (
+    DryRun,
+    healing_notes,
+    needs_of,
+    planned_layers,
+    resume_bytes,
+)
 from emp_llm.pruning.report import log_warnings
 from emp_llm.pruning.writing import run_signature
 from emp_llm.records.corpus import Corpus, samples_of
@@ -57,7 +63,6 @@ from emp_llm.runs.run import (
     why_unchecked,
     write_records,
 )
-from emp_llm.walk.checks import update_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,6 +74,7 @@ if TYPE_CHECKING:
     from emp_llm.records.evaluation import Measures, PerplexityRecord
     from emp_llm.walk.moved import MovedWeights
 logger = logging.getLogger(__name__)
+_A_BYTE = 1.5e-9  # seconds, to read it, decide a mask and write it
 _LEAST = 6  # held-out sequences, to decide and to judge
 
 
@@ -237,6 +243,11 @@ class PruneRun(Run):
         return holds_out or self.recipe.moves or self.sums_units or self.calibrates
 
     @property
+    def reads_text(self) -> bool:
+        """Whether the run reads a text, for the checkpoint or to check it."""
+        return self.needs_text or (self.checks and self.options.calibration is not None)
+
+    @property
     def checks(self) -> bool:
         """Whether the run ends with a check of held-out text, if it has one."""
         return self.options.check and self.options.evaluate is None
@@ -262,16 +273,15 @@ class PruneRun(Run):
 def _with_data(run: PruneRun, inputs: Inputs) -> PruneRun:
     """The run with its text and the data of its suite, checked."""
     options = run.options
-    reads_text = run.needs_text or (run.checks and options.calibration is not None)
     if run.judged is None:
-        check_wanted(options, inputs.given, reads_text)
+        check_wanted(options, inputs.given, run.reads_text)
     if run.recipe.heal is not None and run.recipe.heal.minutes is not None:
         run = _in_minutes(run, run.recipe.heal.minutes)
     if inputs.suite is None or not run.path.exists():  # else `awaits_evaluation` decides
         output = output_of(run)
         if options.loss is None:  # a search has work of its own
             output.check_leftover(run_signature(run.checkpoint, run.recipe, None))
-    if reads_text:
+    if run.reads_text:
         run = _with_text(run)
     if inputs.suite is not None:
         run = _with_suite(run, inputs.suite)
@@ -373,9 +383,26 @@ def plan_of(run: PruneRun) -> DryRun:
     heal = run.recipe.heal
     units = run.recipe.structure is not None
     output_of(run)  # is only checked
-    by_blocks = options.execution != "model" or options.propagate == "pruned"
-    resumes = run.calibrates and options.resumable_calibration and by_blocks
     fits = update is not None and not units
+    corpora = _corpora(options, checkpoint.config)
+    needs = None
+    if run.reads_text:
+        needs = needs_of(
+            checkpoint,
+            run.targets,
+            update if fits else None,
+            options,
+            options.device_map,
+            corpora,
+            passes=run.calibrates
+            + 3 * (units and run.sums_units)
+            + 3 * (units and run.recipe.moves),
+            by_blocks=options.execution == "blocks" or options.propagate == "pruned" or fits,
+        )
+    resumes = run.calibrates and options.resumable_calibration and not units
+    minutes = None
+    if options.loss is None and heal is None:
+        minutes = (checkpoint.output_bytes * _A_BYTE + (0 if needs is None else needs.seconds)) / 60
     notes = self_notes(options.text_name) if run.needs_text else []
     if options.loss is not None:
         notes.append(
@@ -383,7 +410,6 @@ def plan_of(run: PruneRun) -> DryRun:
             f"sparsities (--loss {options.loss})"
         )
     if heal is not None:
-        corpora = _corpora(options, checkpoint.config)
         length = corpora[0].seqlen or 0
         timed = heal.minutes is not None
         healing = healing_plan(run, samples_of(corpora), length, by_minutes=timed)
@@ -396,13 +422,11 @@ def plan_of(run: PruneRun) -> DryRun:
         disk_bytes=checkpoint.output_bytes
         * (2 if options.loss is not None and (units or run.recipe.moves) else 1),
         needs_overwrite=os.path.lexists(run.path) and not options.overwrite,
-        model_bytes=sum(checkpoint.sizes.values())
-        if units or run.calibrates or update is not None
+        needs=needs,
+        minutes=minutes,
+        resume_bytes=resume_bytes(checkpoint.config, corpora)
+        if resumes and needs is not None and needs.by_blocks
         else None,
-        resume_bytes=resume_bytes(checkpoint.config, _corpora(options, checkpoint.config))
-        if resumes and not units
-        else None,
-        fit_bytes=update_bytes(run.targets, update) if update is not None and fits else None,
         fit_disk_bytes=stored_bytes(run.targets) if fits else None,
         push_to_hub=options.push_to_hub,
         recipe=run.recipe.method,

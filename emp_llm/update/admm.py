@@ -80,6 +80,10 @@ class Admm(Search):
         of_refit = super().workspace_bytes(outputs, inputs)
         return max(4 * (7 * inputs * inputs + 12 * outputs * inputs), of_refit)
 
+    def operations(self, outputs: int, inputs: int) -> float:
+        of_search = (70 * outputs + 14 * inputs) * float(inputs * inputs)
+        return of_search + (0 if self.refit is None else super().operations(outputs, inputs))
+
 
 def admm(
     weight: "Tensor",
