@@ -11,9 +11,9 @@ INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint co
 # What the demo needs: emp-llm, and lm-eval for its questions.
 .venv/demo: pyproject.toml constraints.txt
 	@echo "Installing emp-llm with torch, transformers and lm-eval into .venv: about 2 GB on disk with torch for CPUs."
-	@echo "On Linux, pip takes torch with CUDA, some 5 GB more, unless PIP_EXTRA_INDEX_URL names torch's index for CPUs (README)."
+	@echo "On Linux with an NVIDIA card, or with settings of pip, pip may take torch with CUDA, some 5 GB more (README)."
 	$(PYTHON) -m venv .venv
-	$(INSTALL) --editable '.[eval]'
+	$(INSTALL) $$($(BIN)/python scripts/torch_index.py) --editable '.[eval]'
 	touch $@
 
 # What the tests, the commands of the documentation and the wheel need besides.

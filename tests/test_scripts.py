@@ -5,13 +5,17 @@ of some succeed.
 import json
 import lzma
 import math
+import os
 import re
 import runpy
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +23,7 @@ import bench_helpers
 import bench_peers
 import bench_prune
 import pytest
+import torch_index
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
@@ -277,3 +282,41 @@ def test_a_peer_that_does_not_install(
     assert run(monkeypatch, "bench_peers", *command) == 0
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 6
     assert tried == ["venv", "pip"] * 2
+
+
+def test_torch_for_cpus_is_taken_where_nobody_needs_another(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Without a card, without settings of pip, and where the index answers."""
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    (tmp_path / "torch").mkdir()
+    serve = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), serve)
+    Thread(target=server.serve_forever, daemon=True).start()
+    index = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(torch_index, "INDEX", index)
+    monkeypatch.setattr(torch_index, "CARD", ())
+    monkeypatch.setattr(sys, "platform", "linux")
+
+    def told() -> tuple[str, str]:
+        torch_index.main([])
+        return capsys.readouterr()
+
+    argument, which = told()
+    assert argument == f"--extra-index-url {index}\n"
+    assert "taking torch for CPUs" in which
+    with monkeypatch.context() as patch:
+        patch.setenv("PIP_INDEX_URL", "https://mine/simple")
+        assert told() == ("", "")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_index, "CARD", (str(tmp_path),))
+        assert told() == ("", "")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "platform", "darwin")
+        assert told() == ("", "")
+    server.shutdown()
+    server.server_close()
+    assert told() == ("", ""), "it does not answer"
