@@ -16,6 +16,7 @@ commands: CPU seconds of the process, and its largest resident set.
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -333,14 +334,24 @@ def draw(points: dict[str, dict[str, Any]], path: Path) -> None:
         values = [value for _, (value, _) in known]
         errors = [error for _, (_, error) in known]
         labels = [label for label, _ in known]
+        steps = [steps_of(points[name]) for name in names if name in points]
         bars = axes.barh(labels, values, xerr=errors, color=colours)
-        axes.bar_label(bars, [f" +{value:.0f} %" for value in values], padding=3)
+        texts = [
+            f" +{value:.0f} %{of_steps}" for value, of_steps in zip(values, steps, strict=True)
+        ]
+        axes.bar_label(bars, texts, padding=3)
         axes.set_xlim(0, 1.2 * max(values))
         axes.set_title(title, fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
     plots[0].invert_yaxis()
     figure.supxlabel("increase of WikiText-2's perplexity in %, SmolLM2-135M", fontsize=9)
     figure.savefig(path, metadata={"Date": None})
+
+
+def steps_of(point: dict[str, Any]) -> str:
+    """The steps of a healing, as the end of a label; empty for other points."""
+    found = re.search(r"--heal-steps (\d+)", point["command"])
+    return f" ({found[1]} steps)" if found else ""
 
 
 def changes(point: dict[str, Any]) -> tuple[float, float]:

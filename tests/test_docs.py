@@ -93,6 +93,20 @@ def test_options_and_links_exist(page: Path) -> None:
             assert (page.parent / target.partition("#")[0]).exists(), f"{page.name}: {target}"
 
 
+def test_names_in_the_design_exist() -> None:
+    """Of functions, classes, fields and files, each in some file of the package or the tests."""
+    files = [path for part in ("emp_llm", "tests", "scripts") for path in (ROOT / part).rglob("*")]
+    source = "\n".join(
+        [path.name for path in files]
+        + [path.read_text(encoding="utf-8") for path in files if path.suffix == ".py"]
+    )
+    known = set(re.findall(r"\w+", source))
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    named = {name for code in re.findall(r"`([^`\n]+)`", text) for name in re.findall(r"\w+", code)}
+    assert len(named) > 100
+    assert named - known == set()
+
+
 def test_readme_is_a_front_door() -> None:
     """At most 1,100 words, and one spelling of the commands but for one sentence."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")

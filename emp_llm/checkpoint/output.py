@@ -107,8 +107,8 @@ class OutputFolder:
 
         with OutputFolder(...) as out:
             out.begin(signature)
-            ...                      # write into out.files; out.note(part=...) when a part is
-            finished out.complete()
+            ...             # write into out.files, and out.note(part=...) when a part is finished
+            out.complete()
 
     Without `complete`, or after an error, the path is unchanged. Finished work stays in `work`, for
     the same run to resume; if no work is finished, nothing is left behind.

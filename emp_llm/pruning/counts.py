@@ -45,9 +45,8 @@ def counts_of(
 ) -> KeptCounts:
     """How many weights of each group a recipe keeps.
 
-    Weights are read for a requested sparsity of an emp method and for counts by magnitudes (once),
-    and for shares by outliers (twice). Other counts are known from the sizes, or are set by each
-    group itself.
+    Weights are read, once, for a requested sparsity of an emp method and for counts by magnitudes.
+    Other counts are known from the sizes, or are set by each group itself.
 
     Args:
         scores: of the targets, with the norms, unless magnitudes set the counts.

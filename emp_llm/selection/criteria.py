@@ -164,7 +164,7 @@ def own_criterion(function: Score, name: str | None = None) -> Criterion:
             has the shape (outputs, inputs) and the dtype of the model, `inputs` is an
             `InputStatistics`. Arguments after a `*` are further statistics by name: `score(weight,
             *, variance)`. It returns one finite score per weight; the largest are kept. Scores
-            below zero need a score map (`Recipe.score_map`).
+            below zero need a score map (`Own.score_map`).
         name: letters, digits and underscores; None: the name of the function.
 
     Raises:
