@@ -208,7 +208,8 @@ def needs_of(
     device = devices[0]
     free = sum(map(free_on, devices))
     weights = sum(checkpoint.sizes.values())
-    samples, length = samples_of(corpora), corpora[0].seqlen or 0
+    samples = samples_of(corpora)
+    length = corpora[0].seqlen or 0
     coarse = has_bfloat16(device)
     sizes = Sizes.of(checkpoint, targets, Heal(), length, samples, coarse)
     # What does not fit on GPUs stays in main memory.
@@ -218,11 +219,13 @@ def needs_of(
     hidden = stream if offloads or by_blocks else 0
     operations = 2.0 * passes * sizes.reached * samples * length
     if update is not None:
-        streams, inputs = 1, 0
+        streams = 1
+        inputs = 0
         if update.restores_dense:  # and the inputs of one level, or of several of a block
             attention = any(target.layer.purpose == "attention" for target in targets)
             widest = max(target.matrix.columns for target in targets if not target.layer.routed)
-            streams, inputs = 2, max(widest, 3 * sizes.width if attention else 0)
+            streams = 2
+            inputs = max(widest, 3 * sizes.width if attention else 0)
         hidden = streams * stream + inputs * stream // max(1, sizes.width)
         parts["update, at most"] = update_bytes(targets, update)
         operations += update_operations(targets, update, sizes, coarse)
