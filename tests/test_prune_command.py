@@ -95,6 +95,7 @@ def test_a_dry_run_applies_the_options(
     llama_8b: Path, tmp_path: Path, command: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The numbers of docs/gpu.md, and no weight is read."""
+    monkeypatch.setattr("emp_llm.pruning.dry_run.operations_a_second", lambda device: 3e14)
     monkeypatch.setattr(Matrix, "read", None)
     monkeypatch.setattr(Checkpoint, "open_files", None)
     how: dict[str, Any] = {"samples": 128, "seqlen": 2048, "targets": "all-linear"}
