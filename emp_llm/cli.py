@@ -268,7 +268,10 @@ def run(
         if options.get("quiet"):
             logging.getLogger().setLevel(logging.WARNING)
             _hide_bars_of_libraries()
-        result = command(**options)
+        try:
+            result = command(**options)
+        except SystemExit as error:  # of other code: the command is not done
+            raise RuntimeError(f"another package or own code called sys.exit({error})") from error
         if show is not None and rank == 0:
             with _may_be_cut_off():
                 show(result)
@@ -600,9 +603,18 @@ def _completions(line: str) -> list[str]:
     ]
 
 
+class _Visible(logging.Formatter):
+    """Lines for a terminal: what other packages and files say may hold control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
 def _set_up_logging(mark: str, rank: int) -> None:
     level = logging.WARNING if rank else logging.INFO
-    logging.basicConfig(level=level, format=f"{mark}%(message)s", stream=sys.stderr)
+    logging.basicConfig(level=level, stream=sys.stderr)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(_Visible(f"{mark}%(message)s"))
     for noisy in _NOISY:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     # They have their own handlers, and would print each line twice.

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import multiprocessing
 import os
+import resource
 import shutil
 import threading
 from collections.abc import Callable
@@ -298,6 +299,18 @@ def test_a_full_disk_in_the_words_of_other_libraries(tmp_path: Path, error: Exce
     assert told is not None
     assert "out: the disk is full. Free some space" in str(told)
     assert explain_disk_error(RuntimeError("a defect"), tmp_path / "out", []) is None
+
+
+def test_a_limit_of_the_size_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named; also where a library only says that less was written."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (102_400, 102_400))
+    for error in (OSError(errno.EFBIG, "File too large"), OSError("8 requested and 0 written")):
+        told = str(explain_disk_error(error, tmp_path / "out", []))
+        assert "out: ulimit -f allows no file of more than 102.4 kB. Raise the limit" in told
+        assert "102.4 kB. Raise the limit; then run" in str(disk_sentence(error))
+    monkeypatch.undo()
+    error = OSError(errno.EFBIG, "File too large", "a.bin")  # of the file system
+    assert str(disk_sentence(error)).startswith("a.bin: file too large. ")
 
 
 def test_json_on_a_failing_disk_may_be_intact(

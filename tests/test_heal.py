@@ -2,6 +2,7 @@
 memory.
 """
 
+import copy
 import errno
 import json
 import math
@@ -65,6 +66,8 @@ from emp_llm.healing import training as healing
 from emp_llm.healing.blocks import rate_of
 from emp_llm.healing.checks import sequences_for, set_aside
 from emp_llm.healing.progress import Measure, Progress
+from emp_llm.models import blockwise
+from emp_llm.models.blockwise import BlockwiseModel, HiddenStates, Step
 from emp_llm.models.loading import load_tokenizer
 from emp_llm.models.masks import Masks
 from emp_llm.options.calibration import CalibrationOptions
@@ -1028,6 +1031,40 @@ def test_the_rate_follows_from_the_size(width: int, blocks: int, rate: float) ->
     assert rate_of(config, 6) == pytest.approx(min(0.0085, 1 / (6 * (width / 2) ** 0.5)))
 
 
+@pytest.mark.parametrize("fails", ["run", "record"])
+def test_a_pass_that_fails_leaves_nothing_open(
+    models: Models, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """In a user's process, the bar and the file of the hidden states are closed."""
+    tokens = healing_tokens(models("llama"), given, STEPS)
+    dense = AutoModelForCausalLM.from_pretrained(models("llama"))
+    report = prune_model(copy.deepcopy(dense), recipe_of(method="magnitude"))
+    bars = []
+    closed = []
+    calls = iter(range(100))
+    owner: Any = Step if fails == "run" else BlockwiseModel
+    whole = getattr(owner, fails)
+
+    def failing(*args: Any, **more: Any) -> Any:
+        if next(calls) == 2:
+            raise _Killed
+        return whole(*args, **more)
+
+    def bar(*args: Any) -> Mock:
+        bars.append(Mock())
+        return bars[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(blockwise, "progress_bar", bar)
+        patch.setattr(owner, fails, failing)
+        patch.setattr(HiddenStates, "close", lambda self: closed.append(self))
+        with pytest.raises(_Killed):
+            heal_model(dense, dense, tokens, masks=report.masks, steps=1)
+    assert bars
+    assert all(one.close.called for one in bars)
+    assert len(closed) >= len(bars)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_in_memory(models: Models, given: dict[str, Any], dtype: torch.dtype) -> None:
     tokens = healing_tokens(models("llama"), given, STEPS)
@@ -1315,15 +1352,15 @@ def test_a_tracker_gets_the_numbers_of_a_training(
         trained = [row for row, _ in rows if "train/divergence" in row]
         assert len(trained) == 2
         assert all(row["train/divergence"] > 0 and row["train/rate"] > 0 for row in trained)
-    (tmp_path / "site" / "trackio.py").write_text(_TRACKER + "\nRun.finish = None\n")
+    (tmp_path / "site" / "trackio.py").write_text(_TRACKER + "\nRun.finish = exit\n")
     heal(tmp_path / "plain", output=tmp_path / "e", **how)
     sys.modules.pop("trackio")
     assert caplog.text.count("--report-to trackio: numbers are lost") == 1
-    (tmp_path / "site" / "wandb.py").write_text(
-        "def init(**about):\n    raise OSError('no login')\n"
-    )
-    with pytest.raises(UserError, match=r"--report-to wandb: it does not start \(no login\)"):
-        heal(tmp_path / "plain", output=tmp_path / "c", **how | {"report_to": "wandb"})
+    for raised in ("OSError('no login')", "SystemExit('no login')"):
+        (tmp_path / "site" / "wandb.py").write_text(f"def init(**about):\n    raise {raised}\n")
+        with pytest.raises(UserError, match=r"--report-to wandb: it does not start \(no login\)"):
+            heal(tmp_path / "plain", output=tmp_path / "c", **how | {"report_to": "wandb"})
+        sys.modules.pop("wandb")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
     (tmp_path / "site" / "tensorboard").mkdir()  # no package
     with pytest.raises(UserError, match="--report-to tensorboard needs the package tensorboard"):

@@ -2,14 +2,18 @@
 
 import errno
 import json
+import logging
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import Run
+
+from emp_llm import cli
 
 # Python takes its own way out of LC_ALL=C, so the encoding is named.
 PLAIN = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -59,6 +63,26 @@ def test_closed_streams(tmp_path: Path, models: Callable[[str], Path], closed: s
     assert report["targets"]["sparsity_of_targets"] == pytest.approx(0.5, abs=0.01)
 
 
+def test_what_other_code_says_and_how_it_ends(
+    command: Run,
+    models: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """No control characters reach the terminal. What other code ends has not succeeded."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(cli._Visible("%(message)s"))
+    handler.emit(logging.makeLogRecord({"msg": "red \x1b[31m\nline"}))
+    assert capsys.readouterr().err == "red �[31m\nline\n"
+
+    def ends(*_: object) -> None:
+        sys.exit(0)
+
+    monkeypatch.setattr("emp_llm.runs.prune_run.PruneRun.of", ends)
+    with pytest.raises(RuntimeError, match=r"called sys.exit\(0\)"):
+        command("prune", models("llama"), "--method", "magnitude", "--output", "out")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_output(tmp_path: Path) -> None:
     done = shell("$EMP env >/dev/full", tmp_path)
@@ -72,16 +96,28 @@ def test_a_full_output(tmp_path: Path) -> None:
 def test_a_full_disk_that_no_command_expects(
     command: Run, models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sentence wherever it happens; other errors keep their traceback."""
+    """A sentence wherever it happens, also without a folder for temporary files; other errors keep
+    their traceback.
+    """
     line = ["prune", models("llama"), "--method", "magnitude", "--output", "out"]
-    for error, ends in ((OSError(errno.ENOSPC, "No space left", "a.json"), 2), (KeyError("x"), 1)):
+    full = OSError(errno.ENOSPC, "No space left", "a.json")
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/none"])
+    for error, told in (
+        (full, "error: a.json: no space left"),
+        (None, "temporary files can be written to. Set TMPDIR"),
+        (KeyError("x"), None),
+    ):
 
-        def fails(*_: object, error: Exception = error) -> None:
-            raise error
+        def fails(*_: object, error: Exception | None = error) -> None:
+            if error is None:
+                tempfile.gettempdir()
+            else:
+                raise error
 
         monkeypatch.setattr("emp_llm.runs.prune_run.PruneRun.of", fails)
-        if ends == 2:
-            assert "error: a.json: no space left" in command(*line, code=2).stderr
+        if told is not None:
+            assert told in command(*line, code=2).stderr
         else:
             with pytest.raises(KeyError):
                 command(*line)

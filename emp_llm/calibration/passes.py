@@ -18,7 +18,6 @@ The ranks go from block to block together: each writes the hidden states of its 
 rank decides when, and replaces `state.json` in one step once all files are there.
 """
 
-import errno
 import hashlib
 import inspect
 import json
@@ -51,7 +50,7 @@ from emp_llm.checkpoint.files import (
     write_bytes,
     write_own,
 )
-from emp_llm.common.errors import UserError, count_of, format_bytes, reason
+from emp_llm.common.errors import FULL, UserError, count_of, format_bytes, reason
 from emp_llm.common.machine import enough_memory, ran_out, versions
 from emp_llm.common.progress import progress_bar
 from emp_llm.common.ranks import ranks
@@ -618,7 +617,8 @@ class CalibrationProgress:
         with suppress(OSError):
             self.folder.rmdir()  # unless it holds an earlier state
         logger.warning(
-            "warning: %s: the disk is full; the calibration continues without saving its state.",
+            "warning: %s: the state does not fit on the disk, or is larger than ulimit -f allows. "
+            "The calibration continues without saving it.",
             self.folder,
         )
 
@@ -707,7 +707,7 @@ def _unless_full(write: Callable[[], int]) -> int | None:
     try:
         return write()
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in FULL:
             raise
         return None
 

@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import stat
+import tempfile
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,8 +22,16 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import msgspec
 from blake3 import blake3
 
-from emp_llm.checkpoint.locks import open_own, same_file
-from emp_llm.common.errors import ReadError, UserError, errno_of, is_of_disk, quotable, reason
+from emp_llm.checkpoint.locks import FOLDER, link_sentence, open_own, same_file
+from emp_llm.common.errors import (
+    FULL,
+    ReadError,
+    UserError,
+    errno_of,
+    is_of_disk,
+    quotable,
+    reason,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,15 +47,13 @@ _PAGE = 4096  # direct writes of all systems accept multiples of it
 _AHEAD = 3  # results that wait for their use; bounds their memory
 _OPEN = 64
 _MOST = 1 << 30  # bytes of one call: macOS refuses 2 GB
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 # Errors of disks, networks and permissions. Other system errors are defects of the program.
 _FAULTS = (
-    *_FULL,
+    *FULL,
     errno.EIO,
     errno.EROFS,
     errno.EACCES,
     errno.EPERM,
-    errno.EFBIG,
     errno.ENXIO,
     errno.ENODEV,
     errno.ESTALE,
@@ -336,8 +343,10 @@ def write_bytes(path: Path, content: bytes) -> None:
             stream.flush()
             _flush(file)
             os.replace(partial, path)
-        except BaseException:
+        except BaseException as error:
             partial.unlink(missing_ok=True)
+            if isinstance(error, IsADirectoryError):
+                raise UserError(link_sentence(path, FOLDER)) from error
             raise
     sync_path(path.parent)
 
@@ -379,12 +388,18 @@ def sync_tree(folder: Path) -> None:
     sync_path(folder)
 
 
-def read_json(path: Path, strict: bool = False, limit: int = JSON_LIMIT) -> dict[str, Any]:
+def read_json(
+    path: Path,
+    strict: bool = False,
+    limit: int = JSON_LIMIT,
+    remedy: str = "Download it again.",
+) -> dict[str, Any]:
     """A JSON object from a file.
 
     Args:
         strict: as records are read: with the hooks `STRICT`.
         limit: largest size of the file in bytes.
+        remedy: for a file that is none.
 
     Raises:
         UserError: the file is not a JSON object, is too large, or is nested too deeply.
@@ -403,9 +418,7 @@ def read_json(path: Path, strict: bool = False, limit: int = JSON_LIMIT) -> dict
         if is_of_disk(error):
             with reading(path):
                 raise
-        raise UserError(
-            f"{path}: cannot be read as JSON ({reason(error)}). Download it again."
-        ) from error
+        raise UserError(f"{path}: cannot be read as JSON ({reason(error)}). {remedy}") from error
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected a JSON object.")
     return value
@@ -443,6 +456,27 @@ def read_own(path: Path, kind: type[T]) -> T | None:
     except ReadError:
         raise
     except (ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        warn_of_damage(path, quotable(reason(error)))
+        remove(path)
+        return None
+
+
+def unfinished(path: Path, read: Callable[[Path], T]) -> T | None:
+    """What `read` makes of a file of our unfinished work; None if there is none. One that it cannot
+    read counts as none, with a warning, and is deleted.
+
+    Raises:
+        OSError, ReadError: the disk fails.
+    """
+    if not os.path.lexists(path):
+        return None
+    try:
+        if not is_plain(path):
+            raise ValueError("it is no plain file")
+        return read(path)
+    except (OSError, ReadError):
+        raise
+    except Exception as error:  # whatever stands in the file
         warn_of_damage(path, quotable(reason(error)))
         remove(path)
         return None
@@ -559,6 +593,24 @@ def explain_disk_error(
         return None
     file = getattr(error, "filename", None) or "a file"
     problem = f"{file} cannot be read or written ({reason(error)})."
-    if number in _FULL:
+    if number == errno.EFBIG:
+        problem = f"{reason(error)}. Raise the limit, or choose another --output."
+    elif number in FULL:
         problem = "the disk is full. Free some space, or choose another --output."
     return UserError(f"--output {output}: {problem} {how_to_resume(kept)}".rstrip())
+
+
+@contextmanager
+def room_for(what: str, otherwise: str) -> Iterator[None]:
+    """Inside this context, no room in the folder for temporary files is a UserError that names
+    what takes it, and what to do otherwise.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise UserError(
+            f"{tempfile.gettempdir()}: no space left for {what} ({reason(error)}). Set TMPDIR to a "
+            f"folder on a larger disk, or {otherwise}."
+        ) from error

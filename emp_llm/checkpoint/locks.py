@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +21,7 @@ from emp_llm.common.ranks import ranks
 logger = logging.getLogger(__name__)
 _TICK = 0.05  # seconds between two tries
 _UNKNOWN = "an unknown process"
+FOLDER = "a folder in place of a file"  # for `link_sentence`
 
 
 @contextmanager
@@ -76,6 +78,7 @@ class FileLock:
             UserError: another process holds it.
         """
         began = time.monotonic()
+        waits = False
         while self._file is None:
             file = open_own(self.path)
             if not _is_lock(file):
@@ -91,6 +94,9 @@ class FileLock:
                     holder = _read_holder(file)
                     os.close(file)
                     if time.monotonic() - began < patience:
+                        if not waits:
+                            logger.info("%s: waiting for another run (%s).", self._subject, holder)
+                        waits = True
                         time.sleep(_TICK)
                         continue
                     raise UserError(
@@ -133,17 +139,22 @@ def open_own(path: Path) -> int:
     """Open a file of our work for reading and writing, created if missing.
 
     Raises:
-        UserError: it is a symbolic or hard link, so somebody else chose what would be overwritten.
+        UserError: it is a symbolic or hard link, so somebody else chose what would be overwritten;
+            or no file.
     """
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK):
             raise UserError(link_sentence(path)) from error
+        if error.errno == errno.EISDIR:
+            raise UserError(link_sentence(path, FOLDER)) from error
         raise
-    if os.fstat(file).st_nlink > 1:
+    about = os.fstat(file)
+    if about.st_nlink > 1 or not stat.S_ISREG(about.st_mode):
         os.close(file)
-        raise UserError(link_sentence(path))
+        what = "a link" if about.st_nlink > 1 else "a pipe, socket or device"
+        raise UserError(link_sentence(path, what))
     return file
 
 
@@ -184,5 +195,5 @@ def _read_holder(file: int) -> str:
     try:
         holder = json.loads(os.pread(file, 1000, 0))
         return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return _UNKNOWN

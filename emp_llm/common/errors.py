@@ -4,6 +4,7 @@ untrusted text made safe.
 
 import errno
 import re
+import resource
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -19,7 +20,8 @@ _COMMAND = re.compile(
 
 # As safetensors and torch write it.
 _ERRNO = re.compile(r"\(os error (\d+)\)|unable to [^<]*file <.*>.*: .* \((\d+)\)")
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK = (*FULL, errno.EIO, errno.EROFS)
 
 
 class UserError(ValueError):
@@ -67,6 +69,8 @@ def reason(error: BaseException, whole: bool = False) -> str:
     Args:
         whole: the first paragraph of the message in one line, up to 400 characters.
     """
+    if errno_of(error) == errno.EFBIG and _most_of_a_file() != resource.RLIM_INFINITY:
+        return f"ulimit -f allows no file of more than {format_bytes(_most_of_a_file())}"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower()
     text = str(error).strip()
@@ -90,8 +94,13 @@ def errno_of(error: BaseException | None) -> int | None:
     if number is not None:
         return int(number[1] or number[2])
     if "inline_container" in text or re.search(r"\d+ requested and \d+ written", text):
-        return errno.ENOSPC
+        return errno.ENOSPC if _most_of_a_file() == resource.RLIM_INFINITY else errno.EFBIG
     return None
+
+
+def _most_of_a_file() -> int:
+    """Bytes of the largest file that this process may write (`ulimit -f`)."""
+    return resource.getrlimit(resource.RLIMIT_FSIZE)[0]
 
 
 def is_of_disk(error: BaseException | None) -> bool:
@@ -104,15 +113,18 @@ def is_of_disk(error: BaseException | None) -> bool:
 
 
 def disk_sentence(error: BaseException) -> str | None:
-    """A sentence on an error of a full or failing disk; None for any other error."""
-    if errno_of(error) not in _DISK:
+    """A sentence on an error of a full or failing disk, or of a system without a folder for
+    temporary files; None for any other error.
+    """
+    if isinstance(error, FileNotFoundError) and "usable temporary directory" in str(error):
+        return "no folder for temporary files can be written to. Set TMPDIR to one that can."
+    number = errno_of(error)
+    if number not in _DISK:
         return None
     name = getattr(error, "filename", None)
     file = f"{quotable(str(name))}: " if name else ""
-    return (
-        f"{file}{reason(error)}. Free some space, or use another disk; then run the same command "
-        "again."
-    )
+    remedy = "Raise the limit" if number == errno.EFBIG else "Free some space, or use another disk"
+    return f"{file}{reason(error)}. {remedy}; then run the same command again."
 
 
 def count_of(number: int, noun: str, nouns: str | None = None) -> str:

@@ -1,6 +1,7 @@
 """The numbers of a training, sent to a tracker while it runs."""
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -43,10 +44,13 @@ def tracking(name: str, run: str, settings: Mapping[str, Any]) -> Iterator[Log |
         yield None
         return
     check_tracker(name)
+    shown = threading.excepthook
+    threading.excepthook = partial(_in_thread, shown)
     try:
         send, end = _tensorboard(run) if name == "tensorboard" else _service(name, run, settings)
     # A folder that cannot be written, a missing login, a network: kinds of their own.
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        threading.excepthook = shown
         raise UserError(f"--report-to {name}: it does not start ({reason(error)}).") from error
     failed = False
 
@@ -54,7 +58,7 @@ def tracking(name: str, run: str, settings: Mapping[str, Any]) -> Iterator[Log |
         nonlocal failed
         try:
             work()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if not failed:
                 logger.warning(
                     "warning: --report-to %s: numbers are lost (%s). The run goes on.",
@@ -67,6 +71,13 @@ def tracking(name: str, run: str, settings: Mapping[str, Any]) -> Iterator[Log |
         yield lambda numbers, step: attempt(partial(send, numbers, step))
     finally:
         attempt(end)
+        threading.excepthook = shown
+
+
+def _in_thread(shown: Callable[[threading.ExceptHookArgs], Any], about: Any) -> None:
+    """Show what ends a thread, unless it is TensorBoard's, whose next call raises it again."""
+    if not type(about.thread).__module__.startswith("tensorboard."):
+        shown(about)
 
 
 def _tensorboard(run: str) -> tuple[Log, Callable[[], Any]]:

@@ -876,12 +876,11 @@ class _DenseLogits(AbstractContextManager["_DenseLogits"]):
         self._drop(name)
         if self._runner is None or not numbers:
             return
-        walk = self._runner.walk(torch.split(self._tokens[numbers], 1), "dense")
+        walk = self._walks[name] = self._runner.walk(torch.split(self._tokens[numbers], 1), "dense")
         for step in walk.steps():
             step.run()
         if self._runner.hidden_states == "auto":
             walk.hidden = walk.hidden.off_device()
-        self._walks[name] = walk
         self._places |= {number: (name, place) for place, number in enumerate(numbers)}
 
     def _drop(self, name: str) -> None:

@@ -20,7 +20,6 @@ Some blocks return more, which the next block takes as an argument (the tokens t
 chose). A mark stands for it in the recorded calls, and it is kept beside the hidden states.
 """
 
-import errno
 import tempfile
 from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -34,7 +33,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from emp_llm.checkpoint.files import read_exactly, tensor_bytes, write_exactly
+from emp_llm.checkpoint.files import (
+    read_exactly,
+    room_for,
+    tensor_bytes,
+    write_exactly,
+)
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.machine import available_memory, enough_memory, out_of_memory, ran_out
 from emp_llm.common.progress import progress_bar
@@ -293,6 +297,7 @@ class Walk:
         self._tokens = sum(batch.numel() for batch in batches)
         self.bar = progress_bar(len(runner.blocks), title, " blocks")
         last: dict[tuple[int, str], Tensor] = {}
+        self.hidden = HiddenStates("cpu")  # until their size is known
         try:
             for number, batch in enumerate(batches):
                 hidden, calls = runner.record(batch, runner.outputs or 0)
@@ -304,6 +309,10 @@ class Walk:
                     )
                 self.hidden.put(number, hidden)
                 self._calls.append(_shared(calls, last))
+        except BaseException:
+            self.hidden.close()
+            self.bar.close()
+            raise
         finally:
             runner.bytes_read += runner.outside.release()
 
@@ -539,15 +548,8 @@ class HiddenStates:
         if region is None or region[1:] != (copy.shape, copy.dtype):
             region = self._regions[key] = (self._end, copy.shape, copy.dtype)
             self._end += copy.nbytes
-        try:
+        with room_for("the hidden states", "use --hidden-states cpu"):
             write_exactly(self._file.fileno(), tensor_bytes(copy), region[0])
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise UserError(
-                f"{tempfile.gettempdir()}: no space left for the hidden states. Set TMPDIR to a "
-                "folder on a larger disk, or use --hidden-states cpu."
-            ) from error
 
     def off_device(self) -> "HiddenStates":
         """The same tensors in memory or on disk, if they lie on a device."""
