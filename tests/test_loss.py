@@ -34,6 +34,7 @@ from emp_llm.records.run_report import LossRecord, RunReport
 from emp_llm.reporting.run_tables import measure_table
 from emp_llm.runs import loss_budget
 from emp_llm.runs.loss_budget import LossBudget, next_point, sparsities_of
+from emp_llm.runs.prune_run import PruneRun
 
 TEXT: dict[str, Any] = {"calibration": "demo", "samples": 8, "seqlen": 64, "device_map": "cpu"}
 
@@ -225,7 +226,7 @@ def test_a_disk_that_is_full(
 ) -> None:
     """It ends in a sentence at each file of the curve, and the same command resumes."""
     how = {"loss": "4%", "method": "magnitude", "samples": 6}
-    write = loss_budget.write_json
+    write = loss_budget.write_own
     calls = 0
     for fails_at in (1, 2):
 
@@ -237,11 +238,58 @@ def test_a_disk_that_is_full(
             write(path, value)
 
         calls = 0
-        monkeypatch.setattr(loss_budget, "write_json", full)
+        monkeypatch.setattr(loss_budget, "write_own", full)
         with pytest.raises(UserError, match=r"--output .*/out: the disk is full"):
             pruned(two_blocks, tmp_path, **how)
         assert not (tmp_path / "out").exists()
     pruned(two_blocks, tmp_path, **how)
+
+
+def test_damaged_work_begins_again(
+    two_blocks: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With a warning, whatever stands in the file, and whatever stands in its place."""
+    how = {"loss": "4%", "method": "wanda", "samples": 6}
+    curve = tmp_path / ".out.loss" / "curve.json"
+    keep = loss_budget._Search._keep
+
+    def cut_off(*given: Any) -> None:
+        keep(*given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loss_budget._Search, "_keep", cut_off)
+    told = []
+    for damage in (
+        lambda: None,
+        lambda: curve.write_bytes(b""),
+        lambda: curve.write_text(curve.read_text().replace('"points": [', '"points": [5, ')),
+        lambda: (curve.unlink(), curve.mkdir()),
+        lambda: curve.with_name("activations.safetensors").write_bytes(b"[]"),
+    ):
+        damage()
+        caplog.clear()
+        with pytest.raises(KeyboardInterrupt):
+            pruned(two_blocks, tmp_path, **how)
+        told.append("is damaged (" in caplog.text)
+        assert json.loads(curve.read_text())["points"]
+    assert told == [False] + 4 * [True]
+
+
+def test_a_frozen_run_keeps_its_signature(two_blocks: Path, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        seen: list[PruneRun] = []
+        find = loss_budget._find
+
+        def found(*given: Any) -> PruneRun:
+            seen.append(find(*given))
+            return seen[-1]
+
+        patch.setattr(loss_budget, "_find", found)
+        pruned(two_blocks, tmp_path, loss="4%", method="magnitude", samples=6)
+    assert not {"loss", "machine", "norms"} & seen[0].signature.keys()
 
 
 def test_patterns(tmp_path: Path) -> None:

@@ -273,6 +273,33 @@ def test_links_in_the_place_of_work(models: Models, tmp_path: Path, kind: str) -
         assert not (place / "out").exists()
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "lock"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "another value", "nested"])
+def test_what_is_no_file_of_ours_in_a_work_folder(
+    models: Models, tmp_path: Path, name: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Notes that have changed begin again; a lock that is none is refused, and so is a pipe."""
+    with OutputFolder(tmp_path / "out", [], 0) as out:
+        out.begin({})
+        out.note(shards={"a": "b"})
+    path = tmp_path / ".out.partial" / name
+    noted = path.read_text() if path.exists() else "{}"
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.write_text("[" * 100_000 if kind == "nested" else noted.replace('"b"', "5"))
+    how: dict[str, Any] = {"method": "magnitude", "output": tmp_path / "out", "overwrite": True}
+    if name == "lock" or kind == "pipe":
+        with pytest.raises(UserError, match=r" is (a folder|a pipe|no lock of emp-llm)"):
+            prune(models("llama"), **how)
+    else:
+        prune(models("llama"), **how)
+        assert "manifest.json is damaged (" in caplog.text
+
+
 @pytest.mark.parametrize("name", [".out.partial", ".out.calibration"])
 @pytest.mark.parametrize("beside", ["", "manifest.json", "lock", "state.json"])
 def test_a_folder_of_the_user_with_a_name_of_ours(

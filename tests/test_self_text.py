@@ -4,7 +4,9 @@ that repeats it.
 
 import json
 import shutil
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from test_conversations import TEMPLATE, write
 from emp_llm import calibrate, measure, prune, sweep
 from emp_llm.calibration import data
 from emp_llm.calibration.activations import Activations
+from emp_llm.checkpoint.locks import locked
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import cache_folder
 from emp_llm.pruning.dry_run import DryRun
@@ -123,6 +126,27 @@ def test_a_killed_run_continues_its_text(
             written(tmp_path, model, batch_size=2)
     assert written(tmp_path, model, batch_size=2) == whole
     assert [number for batch in batches for number in batch] == list(range(2 * len(batches)))
+
+
+def test_a_second_run_waits_for_the_text_of_the_first(
+    models: Callable[[str], Path], tmp_path: Path, batches: list[list[int]]
+) -> None:
+    """It takes what the first has written until then, whole or in part, and damage begins anew."""
+    model = models("llama")
+    whole = written(tmp_path, model)
+    (path,) = (cache_folder() / "self").glob("*.json")
+    content = path.read_bytes()
+    for left, writes in ((content, False), (b"[[1, -5]]", True)):
+        path.unlink()
+        batches.clear()
+        with ThreadPoolExecutor(1) as threads:
+            with locked(path):
+                second = threads.submit(written, tmp_path, model)
+                time.sleep(0.5)
+                assert not second.done()
+                path.write_bytes(left)
+            assert second.result() == whole
+        assert bool(batches) == writes
 
 
 def test_every_command_writes_the_file_that_repeats_it(

@@ -300,6 +300,42 @@ def test_a_killed_sweep_resumes(
     assert not list((out / "points").glob(".*"))
 
 
+def test_damaged_parts_of_a_sweep_are_made_again(
+    models: Models,
+    options: Record,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With a warning for each. A damaged sweep.json is refused by name."""
+    source = models("llama")
+    out = tmp_path / "out"
+    expected = sweep(source, output=out, **options)
+    caplog.clear()
+    (name, *others) = entries(expected)
+    points = out / "points"
+    (out / "dense.json").write_text('{"format": "emp-llm results 4", "model": 5}')
+    (out / "activations.safetensors").write_bytes(b"")
+    shutil.rmtree(points / name)
+    for number, values in enumerate(({"masks": 5}, {"masks": "a", "measures": [1]})):
+        (points / f".{name}.measures.json").write_text(json.dumps(values))
+        (points / others[number] / "emp_report.json").write_text(json.dumps(values))
+        found = sweep(source, output=out, **options)
+        assert {each: point["masks"] for each, point in entries(found).items()} == {
+            each: point["masks"] for each, point in entries(expected).items()
+        }
+        assert f".{name}.measures.json is damaged" in caplog.text
+        assert f"{others[number]}/emp_report.json is damaged" in caplog.text
+        shutil.rmtree(points / name)
+    assert "dense.json is damaged" in caplog.text
+    assert "activations.safetensors is damaged" in caplog.text
+    for content in ("", '{"format": "emp-llm sweep 3", "points": 5}'):
+        (out / "sweep.json").write_text(content)
+        with pytest.raises(UserError, match=r"out/sweep\.json: .*") as error:
+            sweep(source, output=out, **options)
+        assert "Download" not in str(error.value)
+
+
 def test_another_sweep_is_refused(models: Models, options: Record, tmp_path: Path) -> None:
     source = models("llama")
     out = tmp_path / "sweep"

@@ -4,7 +4,6 @@ The text comes from the recipes and files of `calibration.texts`, from Python (t
 rows, token ids), or from the model itself.
 """
 
-import errno
 import hashlib
 import json
 import logging
@@ -13,13 +12,13 @@ import os
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, islice
 from mmap import mmap
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -39,7 +38,7 @@ from emp_llm.calibration.texts import (
 )
 from emp_llm.checkpoint.agreement import check_agreement
 from emp_llm.checkpoint.checkpoint import Checkpoint, config_digest, identity_of
-from emp_llm.checkpoint.files import write_bytes
+from emp_llm.checkpoint.files import room_for, unfinished, write_bytes
 from emp_llm.checkpoint.locks import locked
 from emp_llm.common.declared import check_type
 from emp_llm.common.errors import UserError, count_of, shortened_list, well_formed
@@ -369,19 +368,15 @@ def _room(*shape: int) -> Tensor:
     size = 8 * math.prod(shape)
     if size <= _IN_MEMORY_BYTES:
         return torch.empty(shape, dtype=torch.int64)
-    with tempfile.TemporaryFile(prefix="emp-llm-text-") as file:
-        try:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, size)
-            else:
-                file.truncate(size)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise UserError(
-                f"{tempfile.gettempdir()}: no space left for {math.prod(shape):,} tokens of text, "
-                "8 bytes each. Set TMPDIR to a folder on a larger disk, or read less text."
-            ) from error
+    what = f"{math.prod(shape):,} tokens of text, 8 bytes each"
+    with (
+        tempfile.TemporaryFile(prefix="emp-llm-text-") as file,
+        room_for(what, "read less text"),
+    ):
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:
+            file.truncate(size)
         return torch.frombuffer(mmap(file.fileno(), size), dtype=torch.int64).view(shape)
 
 
@@ -528,10 +523,13 @@ def written_ids(
         [_WRITING, of_model, models.dtype, writer.quantization, prompts, new, seed]
     )
     path = cache_folder() / "self" / f"{hashlib.sha256(made_of.encode()).hexdigest()[:32]}.json"
-    documents = ranks().first(lambda: _written_before(path))
-    missing = wanted - sum(map(len, documents))
-    one_writer = locked(path, str(path)) if missing > 0 else nullcontext()
-    with one_writer, progress_bar(missing, "write text", "tok") as bar:
+    with ExitStack() as stack:
+        documents = _documents_in(path)
+        if wanted > sum(map(len, documents)):
+            stack.enter_context(locked(path, str(path), math.inf))
+            documents = _documents_in(path)  # by now, another run may have written it
+        missing = wanted - sum(map(len, documents))
+        bar = stack.enter_context(progress_bar(missing, "write text", "tok"))
         while missing > 0:
             first = len(documents) + ranks().index * writer.batch_size
             numbers = range(first, first + writer.batch_size)
@@ -547,13 +545,15 @@ def written_ids(
     return _whole_sequences(ids, seqlen, begin_token(corpus.bos, tokenizer))[:samples]
 
 
-def _written_before(path: Path) -> list[list[int]]:
-    """The token ids of the documents in a file of the cache; none if it is missing or damaged."""
-    raw = path.read_bytes() if path.is_file() else b"[]"
-    try:
-        return msgspec.json.decode(raw, type=list[list[int]])
-    except msgspec.DecodeError:
-        return []
+def _documents_in(path: Path) -> list[list[int]]:
+    """The documents of a text in the cache; none if it is not begun. A collective call."""
+
+    def read(path: Path) -> list[list[int]]:
+        return msgspec.json.decode(
+            path.read_bytes(), type=list[list[Annotated[int, msgspec.Meta(ge=0)]]]
+        )
+
+    return ranks().first(partial(unfinished, path, read)) or []
 
 
 def keep_generated(path: Path, data: CalibrationText | None) -> None:

@@ -13,6 +13,7 @@ When both models are measured, the report holds their results and the folder is 
 import logging
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -196,7 +197,9 @@ def pending_signature(output: Path) -> dict[str, Any]:
     is none.
     """
     path = output / EVALUATION_FOLDER / _PENDING
-    return read_json(path) if path.is_file() else {}
+    with suppress(UserError):
+        return read_json(path) if path.is_file() else {}
+    return {}  # damaged
 
 
 def measures_of_baseline(

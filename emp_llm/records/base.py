@@ -98,7 +98,9 @@ def read_record(path: Path, kind: type[R], limit: int = JSON_LIMIT) -> R:
         UserError: the file cannot be read as JSON, holds another kind of record or another version
             of it, or a field is missing or wrong.
     """
-    return record_of(read_json(path, strict=True, limit=limit), kind, str(path))
+    return record_of(
+        read_json(path, strict=True, limit=limit, remedy="Write it again."), kind, str(path)
+    )
 
 
 def record_of(values: dict[str, Any], kind: type[R], where: str) -> R:

@@ -26,13 +26,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from torch import Tensor
 
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.given_norms import given_norms
 from emp_llm.calibration.passes import delete_progress
-from emp_llm.checkpoint.files import explain_disk_error, how_to_resume, read_json, write_json
+from emp_llm.checkpoint.files import (
+    explain_disk_error,
+    how_to_resume,
+    read_own,
+    remove,
+    unfinished,
+    write_own,
+)
 from emp_llm.checkpoint.locks import locked
 from emp_llm.checkpoint.output import (
     CALIBRATION_FILES,
@@ -57,6 +63,7 @@ from emp_llm.pruning.masks import Pruner
 from emp_llm.pruning.outcome import Outcomes
 from emp_llm.pruning.report import sizes_record
 from emp_llm.pruning.scores import Scores
+from emp_llm.records.base import Part
 from emp_llm.records.evaluation import PerplexityRecord
 from emp_llm.records.measure import LossEntry, LossMeasure
 from emp_llm.records.run_report import LossPoint, LossRecord, RunReport, read_report
@@ -396,6 +403,13 @@ def _within_budgets(
     )
 
 
+class _State(Part, kw_only=True):
+    """What an interrupted search has found."""
+
+    signature: dict[str, Any]
+    points: list[LossPoint]
+
+
 class _Search:
     """The curve of a model, and what its points are measured with.
 
@@ -435,24 +449,22 @@ class _Search:
         self._curve = LossCurve(run, self._deciding, run.options.mask_device, work)
         self._state = self._resumed()
 
-    def _resumed(self) -> dict[str, Any]:
+    def _resumed(self) -> "_State":
         """The work of an interrupted run with the same options; without one, new work."""
-        signature = self._run.signature
-        signature |= {"loss": self._budget.flag, "machine": machine_name()}
+        signature = self._run.signature | {"loss": self._budget.flag, "machine": machine_name()}
         if self._run.options.activations is not None and self._norms is not None:
             signature["norms"] = self._norms.digest
         signature = json.loads(json.dumps(signature))
         check_own(self._work, _OWN, ("curve.json",))
         check_own(self._calibration, CALIBRATION_FILES)
         file = self._work / "curve.json"
-        if file.is_file():
-            held = read_json(file)
-            if held.get("signature") == signature:
-                return dict(held)
-            shutil.rmtree(self._work)
-        self._work.mkdir(parents=True, exist_ok=True)
-        state = {"signature": signature, "points": []}
-        write_json(file, state)
+        held = read_own(file, _State)
+        if held is not None and held.signature == signature:
+            return held
+        remove(self._work)
+        self._work.mkdir(parents=True)
+        state = _State(signature=signature, points=[])
+        write_own(file, state.as_dict())
         return state
 
     @cached_property
@@ -467,21 +479,22 @@ class _Search:
         if run.recipe.structure is not None:  # each run collects its own
             return None
         file = self._work / "activations.safetensors"
-        if not file.is_file():
+        norms = unfinished(file, Activations.load)
+        if norms is None:
             with stage("calibrate"):
                 layers = run.chosen.layers_to_calibrate()
                 norms = collected_norms(run, layers, self._masks.statistics, self._calibration)
             norms.save(file)
         delete_progress(self._calibration)
-        return Activations.load(file)
+        return norms
 
     def _points(self, whole: bool = False) -> dict[float, LossPoint]:
-        points = msgspec.convert(self._state["points"], list[LossPoint])
+        points = self._state.points
         return {point.sparsity: point for point in points if point.whole_run == whole}
 
     def _keep(self, point: LossPoint) -> LossPoint:
-        self._state["points"].append(msgspec.to_builtins(point))
-        write_json(self._work / "curve.json", self._state)
+        self._state.points.append(point)
+        write_own(self._work / "curve.json", self._state.as_dict())
         return point
 
     def _masked(self, sparsity: float) -> LossPoint:
@@ -601,7 +614,7 @@ class _Search:
         report.loss = self._judged(best.sparsity).record
         report.save(folder / REPORT_NAME)
         with output_of(self._run, -self._run.checkpoint.output_bytes) as out:
-            out.begin(self._state["signature"])
+            out.begin(self._state.signature)
             out.files.rmdir()
             os.replace(folder, out.files)  # the disk need not hold it twice
             out.complete()

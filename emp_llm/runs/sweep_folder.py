@@ -17,14 +17,21 @@ from pathlib import Path
 
 import msgspec
 
-from emp_llm.checkpoint.files import INDEX_LIMIT, explain_disk_error, read_json, write_json
+from emp_llm.checkpoint.files import (
+    INDEX_LIMIT,
+    explain_disk_error,
+    read_own,
+    remove,
+    unfinished,
+    write_own,
+)
 from emp_llm.checkpoint.locks import locked
 from emp_llm.checkpoint.output import CALIBRATION_FILES, check_own, describe_difference
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import REPORT_NAME, SELF_NAME, SWEEP_NAME
 from emp_llm.options.sweep import SweepPoint
 from emp_llm.pruning.scores import recorded
-from emp_llm.records.base import converted, read_record
+from emp_llm.records.base import read_record
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.run_report import PointRecord, RunReport, read_report
 from emp_llm.records.source import StageRecord
@@ -41,6 +48,13 @@ _OWN = (
     ".moved",
     SWEEP_NAME,
 )
+
+
+class _Measured(msgspec.Struct):
+    """What an interrupted run measured of the model with these masks."""
+
+    masks: str
+    measures: Measures
 
 
 def point_record(point: SweepPoint) -> PointRecord:
@@ -141,10 +155,7 @@ class SweepFolder:
             )
         if difference is not None:
             for name in _OWN:
-                if (self.path / name).is_dir():
-                    shutil.rmtree(self.path / name)
-                else:
-                    (self.path / name).unlink(missing_ok=True)
+                remove(self.path / name)
             self.points.mkdir()
             held = None
             kept = None
@@ -167,25 +178,19 @@ class SweepFolder:
     def report(self, point: SweepPoint) -> RunReport | None:
         """The report of a finished point; None if it is not finished."""
         path = self.points / point.name
-        if not (path / REPORT_NAME).is_file():
+        report = unfinished(path / REPORT_NAME, lambda _: read_report(path))
+        if report is None or report.point != point_record(point):
             return None
-        report = read_report(path)
-        same = report.point == point_record(point)
-        return report if same and report.evaluation is not None else None
+        return report if report.evaluation is not None else None
 
     def measured_so_far(self, point: SweepPoint, masks: str) -> Measures:
         """The measurements of an interrupted run for a point with these masks."""
-        path = self._partial(point)
-        before = read_json(path) if path.is_file() else {}
-        return (
-            converted(before["measures"], Measures, str(path))
-            if before.get("masks") == masks
-            else Measures()
-        )
+        held = read_own(self._partial(point), _Measured)
+        return held.measures if held is not None and held.masks == masks else Measures()
 
     def note_measures(self, point: SweepPoint, masks: str, measures: Measures) -> None:
         """Note the measurements of an unfinished point."""
-        write_json(self._partial(point), {"masks": masks, "measures": measures.as_dict()})
+        write_own(self._partial(point), {"masks": masks, "measures": measures.as_dict()})
 
     def finish(self, point: SweepPoint, report: RunReport) -> Measures:
         """Note the measurements of a finished point in sweep.json; returns them."""

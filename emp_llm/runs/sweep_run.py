@@ -14,6 +14,7 @@ from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.data import calibration_data, keep_generated
 from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
 from emp_llm.calibration.passes import delete_progress, fit_origin
+from emp_llm.checkpoint.files import unfinished
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.declared import as_tree
 from emp_llm.common.errors import UserError
@@ -27,7 +28,7 @@ from emp_llm.evaluation.evaluate import (
     measure,
     prepare_suite,
 )
-from emp_llm.evaluation.results import new_results, open_results
+from emp_llm.evaluation.results import new_results, open_results, read_results
 from emp_llm.evaluation.suites import Suite
 from emp_llm.hub.local_model import find_model
 from emp_llm.models.loading import load_tokenizer
@@ -228,13 +229,13 @@ def _calibrated(run: SweepRun) -> Activations | None:
     """
     file = run.folder.activations
     norms = run.norms
-    if norms is not None and not file.is_file():
+    kept = unfinished(file, Activations.load)
+    if norms is not None and kept is None:
         norms.save(file)
     if not run.calibrates:
         return norms
-    if file.is_file():
-        norms = Activations.load(file)
-    else:
+    norms = kept
+    if norms is None:
         with stage("calibrate"):
             statistics = {name for recipe in run.scored for name in recipe.statistics}
             layers = run.chosen.layers_to_calibrate()
@@ -247,6 +248,7 @@ def _calibrated(run: SweepRun) -> Activations | None:
 def _with_dense_measured(run: SweepRun, dense: Results) -> Results:
     """The results of the dense model, with what they lack of the suite."""
     file = run.folder.dense
+    unfinished(file, partial(read_results, option="--output"))
     dense = open_results(file, dense)
     if not dense.complete:
         with stage("evaluate dense"), run.stopwatch("evaluate dense"):
