@@ -335,6 +335,6 @@ def test_logits_that_are_not_finite(
 def test_a_damaged_file_of_the_cache_is_written_again(tmp_path: Path, held: bytes) -> None:
     path = tmp_path / "text.json"
     path.write_bytes(b"[[1, 2], [3]]")
-    assert data._written_before(path) == [[1, 2], [3]]
+    assert data._documents_in(path) == [[1, 2], [3]]
     path.write_bytes(held)
-    assert data._written_before(path) == data._written_before(tmp_path / "none") == []
+    assert data._documents_in(path) == data._documents_in(tmp_path / "none") == []
