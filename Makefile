@@ -64,6 +64,7 @@ wheel: setup
 
 # Every command of README.md and docs/, run as written, its output compared.
 docs: setup
+	$(INSTALL) --editable '.[cluster]'
 	$(BIN)/python scripts/run_docs.py
 
 clean:

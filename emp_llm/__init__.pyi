@@ -8,15 +8,11 @@ from typing import Any, Literal, overload
 
 from emp_llm import runtime as runtime
 from emp_llm.calibration.activations import Activations as Activations
-from emp_llm.commands.collect import CollectSummary as CollectSummary
 from emp_llm.commands.evaluate import Evaluated as Evaluated
 from emp_llm.commands.generate import Generation as Generation
 from emp_llm.commands.pack import Packed as Packed
 from emp_llm.commands.plan import PlanSummary as PlanSummary
 from emp_llm.commands.report import ReportSummary as ReportSummary
-from emp_llm.commands.run import RunSummary as RunSummary
-from emp_llm.commands.status import StudyStatus as StudyStatus
-from emp_llm.commands.submit import SubmitSummary as SubmitSummary
 from emp_llm.commands.sweep import SweepDryRun as SweepDryRun
 from emp_llm.commands.unpack import Unpacked as Unpacked
 from emp_llm.common.errors import UserError as UserError
@@ -180,30 +176,6 @@ def calibrate(
         quiet: No progress and no log: only the result, warnings and errors.
     """
 
-def collect(
-    study: Path | str,
-    *,
-    output: Path | str | None = ...,
-    no_plots: bool = ...,
-    verbose: bool = ...,
-    quiet: bool = ...,
-) -> CollectSummary:
-    """Collect the results of a study so far: tables with the paper's values as Markdown, and a
-    report.
-
-    It may run at any time, also while jobs write. Tables of a part of the study say what is
-    missing. The same results give the same bytes, wherever the jobs ran.
-
-    Returns the tables, and what is missing.
-
-    Args:
-        study: Folder with plan.jsonl.
-        output: Folder to write; default: tables in the study.
-        no_plots: Write tables only, without matplotlib.
-        verbose: Also log each step with its size, time and memory.
-        quiet: No progress and no log: only the result, warnings and errors.
-    """
-
 def env(
     *,
     verbose: bool = ...,
@@ -222,7 +194,7 @@ def env(
     """
 
 def evaluate(
-    model: str | Path = ...,
+    model: str | Path,
     *,
     revision: str | None = ...,
     trust_remote_code: bool = ...,
@@ -242,10 +214,9 @@ def evaluate(
     batch_size: str | int = ...,
     runtime: Literal["dense", "sparse"] = ...,
     form: Literal["terminal", "markdown"] = ...,
-    prepare: bool = ...,
     verbose: bool = ...,
     quiet: bool = ...,
-) -> Evaluated | list[str]:
+) -> Evaluated:
     """Evaluate a model on a suite, write the results to a file, and compare them with a baseline in
     a table.
 
@@ -254,8 +225,7 @@ def evaluate(
     OUTPUT-baseline.json. With --load-in-8bit or --load-in-4bit and such a baseline, both models are
     measured with and without quantisation.
 
-    Returns the results and the table; with --prepare, what is in the cache: a line for each model,
-    text and task.
+    Returns the results and the table.
 
     Args:
         model: Model folder or Hub id.
@@ -277,7 +247,33 @@ def evaluate(
         batch_size: Examples per forward pass of a task, or auto.
         runtime: Run the model dense, or from packed weights (sparse); baselines run dense.
         form: Format of the table.
-        prepare: Only download the data of the suite (and the model) into the cache.
+        verbose: Also log each step with its size, time and memory.
+        quiet: No progress and no log: only the result, warnings and errors.
+    """
+
+def fetch(
+    model: str | Path | None = ...,
+    *,
+    revision: str | None = ...,
+    trust_remote_code: bool = ...,
+    suite: str | Path | None = ...,
+    tasks: str | list[str] | None = ...,
+    calibration: str | Path | None = ...,
+    verbose: bool = ...,
+    quiet: bool = ...,
+) -> list[str]:
+    """Download a model, the data of a suite and a calibration text into the cache, so that later
+    runs need no network (HF_HUB_OFFLINE=1).
+
+    Returns what is in the cache: a line for each model, text and task.
+
+    Args:
+        model: Model folder or Hub id.
+        revision: Branch, tag or commit of --model on the Hub.
+        trust_remote_code: Run code from the model repository.
+        suite: Evaluation suite: a name from eval/, or your own .toml file; default: perplexity.
+        tasks: lm-eval tasks a,b instead of a suite.
+        calibration: Calibration text, as for prune.
         verbose: Also log each step with its size, time and memory.
         quiet: No progress and no log: only the result, warnings and errors.
     """
@@ -523,21 +519,21 @@ def plan(
     seqlen: int | None = ...,
     targets: str | None = ...,
     dtype: Literal["auto", "bfloat16", "float16", "float32"] | None = ...,
-    per: Literal["recipe", "model"] | None = ...,
+    discard: bool = ...,
     prune_options: str | None = ...,
     evaluate_options: str | None = ...,
     trust_remote_code: bool = ...,
     verbose: bool = ...,
     quiet: bool = ...,
 ) -> PlanSummary:
-    """Plan a study of models and methods as a file: one job per line, with its command and the jobs
-    that come first.
+    """Plan a study of models and methods as a folder for Snakemake: study.yaml names the models and
+    the points, and a Snakefile has the jobs.
 
     Each model is evaluated dense and calibrated once; each recipe is pruned and evaluated. No
-    weights are read or downloaded. The file may be edited. Paths are relative to the current
-    folder, or, in further options, to the study's.
+    weights are read or downloaded. The files may be edited. Paths are relative to the current
+    folder.
 
-    Returns the jobs.
+    Returns the study.
 
     Args:
         table: TOML table with these options; those of the command line replace them.
@@ -557,8 +553,8 @@ def plan(
         seqlen: Tokens per calibration sequence.
         targets: Layers to prune, as for prune.
         dtype: Dtype of forward passes; default: auto.
-        per: Jobs for each recipe (prune, evaluate), or one for each model (sweep); default: recipe.
-        prune_options: Further options of every prune (or sweep), as one text.
+        discard: Delete each pruned checkpoint as soon as it is evaluated.
+        prune_options: Further options of every prune, as one text.
         evaluate_options: Further options of every evaluate, as one text.
         trust_remote_code: Run code from the model repositories.
         verbose: Also log each step with its size, time and memory.
@@ -855,7 +851,7 @@ def push(
 def report(
     runs: list[Path],
     *,
-    output: Path | str = ...,
+    output: Path | str | None = ...,
     overwrite: bool = ...,
     title: str = ...,
     no_plots: bool = ...,
@@ -869,87 +865,16 @@ def report(
     folder holds report.md with figures/*.svg and *.png, and CSV tables with all digits. The same
     input gives the same bytes.
 
+    Of a study, tables.md is added: all its results so far, with the published values below.
+
     Returns the names of the files, and the comparison of EMP with its baselines.
 
     Args:
-        runs: Outputs of prune, sweep, measure, bench and evaluate.
-        output: Folder to write.
+        runs: Outputs of prune, sweep, measure, bench and evaluate; or the folder of a study.
+        output: Folder to write; default: report, and of a study its tables.
         overwrite: Replace an existing report at the output.
         title: Heading of the page.
         no_plots: Write tables only, without matplotlib.
-        verbose: Also log each step with its size, time and memory.
-        quiet: No progress and no log: only the result, warnings and errors.
-    """
-
-def run(
-    study: Path | str,
-    *,
-    workers: int | None = ...,
-    only: str | None = ...,
-    verbose: bool = ...,
-    quiet: bool = ...,
-) -> RunSummary:
-    """Run the jobs of a plan on this machine, several at a time, each in a process of its own.
-
-    Jobs that are done are left out. The same command resumes a study that was killed, or in which
-    a job failed. The outputs, states and logs are those of a study on a cluster. With --only, a
-    scheduler's task runs one job.
-
-    Returns the ids of the jobs that are done, and the states of those that failed.
-
-    Args:
-        study: Folder with plan.jsonl.
-        workers: Jobs at a time, which divide the GPUs and cores; default: one for each GPU, else
-            one.
-        only: Ids of the jobs to run, separated by commas; default: all.
-        verbose: Also log each step with its size, time and memory.
-        quiet: No progress and no log: only the result, warnings and errors.
-    """
-
-def status(
-    study: Path | str,
-    *,
-    lines: int = ...,
-    verbose: bool = ...,
-    quiet: bool = ...,
-) -> StudyStatus:
-    """Show how many jobs of a study are done, running, failed and missing.
-
-    Of each failed job: the last lines of its log, and the command that runs it again. Nothing is
-    changed.
-
-    Returns the jobs with their states.
-
-    Args:
-        study: Folder with plan.jsonl.
-        lines: Lines of the log to show of each failed job.
-        verbose: Also log each step with its size, time and memory.
-        quiet: No progress and no log: only the result, warnings and errors.
-    """
-
-def submit(
-    study: Path | str,
-    *,
-    site: Path | str = ...,
-    prepare: bool = ...,
-    dry_run: bool = ...,
-    verbose: bool = ...,
-    quiet: bool = ...,
-) -> SubmitSummary:
-    """Submit the jobs of a study that are neither done nor queued, as job arrays of Slurm with
-    their dependencies.
-
-    Jobs with equal needs share an array. Before its time limit a job is stopped and queued again;
-    it then resumes. The scripts are written to STUDY/slurm. The same command submits what failed,
-    and never a job twice.
-
-    Returns the arrays and their numbers.
-
-    Args:
-        study: Folder with plan.jsonl.
-        site: Settings of the cluster: a .toml file; examples lie in scripts/slurm.
-        prepare: With an offline site, first download models and data into the cache.
-        dry_run: Print what would be submitted, and write nothing.
         verbose: Also log each step with its size, time and memory.
         quiet: No progress and no log: only the result, warnings and errors.
     """

@@ -101,11 +101,14 @@ EXAMPLES = {
         f"calibrate {_DEMO} --output norms.safetensors",
         "calibrate meta-llama/Llama-2-7b-hf --device-map disk --output norms.safetensors",
     ),
-    "collect": ("collect study", "collect study --no-plots --output tables"),
     "env": ("env", "env > env.txt"),
     "evaluate": (
         "evaluate pruned --baseline scripts/demo/model --suite demo",
         "evaluate pruned --tasks arc_easy,hellaswag --output tasks.json",
+    ),
+    "fetch": (
+        "fetch meta-llama/Llama-2-7b-hf --suite paper --calibration wikitext2",
+        "fetch --suite demo",
     ),
     "generate": (
         'generate pruned --prompt "The market of Hazelbridge"',
@@ -126,13 +129,7 @@ EXAMPLES = {
         f"prune {_DEMO} --method wanda --loss 2% --output within",
     ),
     "push": ("push pruned USER/NAME --dry-run", "push pruned USER/NAME --private"),
-    "report": ("report pruned", "report betas measures.json --output report"),
-    "run": ("run study", "run study --workers 2"),
-    "status": ("status study", "status study --lines 20"),
-    "submit": (
-        "submit study --site scripts/slurm/gpu-modules.toml --dry-run",
-        "submit study --site site.toml",
-    ),
+    "report": ("report pruned", "report study"),
     "sweep": (
         f"sweep {_DEMO} --suite demo --betas 0.75,1,1.25 --output betas",
         f"sweep {_DEMO} --suite demo --methods wanda --sparsities 0.3,0.5 --output points",
@@ -561,6 +558,12 @@ def main(arguments: list[str] | None = None) -> None:
     name = " ".join([name, *rest[:1]]) if name == "--completion" else name
 
     def answer(rank: int) -> None:
+        if name in ("run", "submit", "status", "collect"):  # until version 0.2
+            raise UserError(
+                f"{name} is no longer a command: Snakemake runs studies. Plan the study again with "
+                "emp-llm plan and the same options; its finished results are kept. emp-llm report "
+                "STUDY makes its tables."
+            )
         if name not in texts and name != "--complete":
             raise UserError(f"{name!r} is not a command.{did_you_mean(name, COMMANDS)}\n\n{usage}")
         with _may_be_cut_off():

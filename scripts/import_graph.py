@@ -33,7 +33,7 @@ ROOMS = (
     "in_memory",
     "reporting",
     "structure",
-    "cluster",
+    "study",
     "runtime",
 )
 COMMANDS = "commands"  # with the files beside the rooms, through which they start

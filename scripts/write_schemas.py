@@ -16,9 +16,6 @@ from typing import Any
 
 import msgspec
 
-from emp_llm.cluster.jobs import Job, JobState
-from emp_llm.cluster.slurm import Site
-from emp_llm.commands.collect import Collected
 from emp_llm.common.declared import declared, has_kinds
 from emp_llm.evaluation.suites import SuiteFile
 from emp_llm.options.recipe import Recipe
@@ -32,6 +29,7 @@ from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import ActivationsInfo
 from emp_llm.records.sweep import Sweep
 from emp_llm.reporting.page import ReportPage
+from emp_llm.study.plan import Study
 
 FOLDER = Path(__file__).parents[1] / "docs" / "schemas"
 # Name of the schema -> declaration, and the file that it describes.
@@ -43,10 +41,7 @@ FORMATS: dict[str, tuple[Any, str]] = {
     "measure": (Measure, "the output of emp-llm measure"),
     "bench": (Bench, "the output of emp-llm bench"),
     "report": (ReportPage, "report.json"),
-    "job": (Job, "a line of plan.jsonl"),
-    "job-state": (JobState, "jobs/ID.json of a study"),
-    "site": (Site, "site.toml"),
-    "collection": (Collected, "collected.json"),
+    "study": (Study, "study.yaml"),
     "activations": (ActivationsInfo, "the metadata `emp_llm` of an activations file"),
     "corpus": (Corpus, "a recipe in calibration/, and the [perplexity] table of a suite"),
     "suite": (SuiteFile, "a suite in eval/"),

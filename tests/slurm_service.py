@@ -117,6 +117,13 @@ class Slurm:
             host=host, folder=self.folder, user=user, ports=ports, nodes=NODES
         )
         (self.folder / "slurm.conf").write_text(text)
+        # Snakemake's plugin forgets SLURM_CONF, and its jobs start steps.
+        srun = self.folder / "bin" / "srun"
+        srun.parent.mkdir()
+        conf = f"SLURM_CONF={self.environment['SLURM_CONF']}"
+        srun.write_text(f'#!/bin/sh\n{conf} exec {shutil.which("srun", path=path)} "$@"\n')
+        srun.chmod(0o755)
+        self.environment["PATH"] = f"{srun.parent}:{path}"
         key = self.folder / "munge.key"
         where = self.folder / "munge.socket"
         self.call("mungekey", "--create", f"--keyfile={key}")

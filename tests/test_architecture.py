@@ -186,8 +186,10 @@ def test_wheel_works_outside_the_checkout(tmp_path: Path, models: Callable[[str]
         "calibration/wikitext2.toml eval/perplexity.toml eval/demo/demo_facts.yaml "
         "eval/demo/questions.py "
     )
-    data += "eval/published/llama.json slurm/job.sh slurm/gpu-container.toml"
+    data += "eval/published/llama.json slurm/gpu-container/config.yaml"
     assert {f"emp_llm/data/{name}" for name in data.split()} <= names
+    study = {"Snakefile", "profiles/default/config.yaml"}
+    assert {f"emp_llm/study/{name}" for name in study} <= names
     assert not any(name.startswith(("tests", "scripts")) for name in names)
     # A user's file of that name is none of our business.
     (tmp_path / "eval.py").write_text("raise SystemExit('shadowed')")

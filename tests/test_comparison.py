@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from emp_llm.cluster.collecting import published_values
 from emp_llm.evaluation.comparison import (
     Change,
     Value,
@@ -23,6 +22,7 @@ from emp_llm.evaluation.comparison import (
 from emp_llm.records.base import converted
 from emp_llm.records.evaluation import Measures, packed_answers
 from emp_llm.records.results import Results
+from emp_llm.study.tables import published_values
 
 WIKITEXT = {
     "dataset": "Salesforce/wikitext",

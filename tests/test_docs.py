@@ -18,7 +18,9 @@ from emp_llm.cli import COMMANDS, parse
 ROOT = Path(__file__).parents[1]
 OTHER_FLAGS = (  # of other programs
     "--patch --mean --gpus-per-node --gres --mem --nv --extra-index-url --force --nproc-per-node "
-    "--update --help --completion --write --device --version --data --draws"
+    "--update --help --completion --write --device --version --data --draws --cores --jobs "
+    "--executor --resources --unlock --summary --workflow-profile --slurm-no-account "
+    "--slurm-status-command"
 )
 
 

@@ -15,13 +15,11 @@ from typing import Any
 
 import oracle
 import pytest
-from conftest import Run
 from hub_client import Client
 from hub_server import COMMIT, TOKEN, Hub
 from hub_store import Commit, repository_of
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import http_backoff
-from studies import command_job, stand_in, study_of
 
 from emp_llm.common.errors import UserError
 from emp_llm.hub import client as hub_calls
@@ -316,52 +314,32 @@ def test_a_suite_prepared_with_a_network_runs_without(
 ) -> None:
     model = Path(__file__).parents[1] / "scripts" / "demo" / "model"
     write_suite(tmp_path)
-    line = ["evaluate", "--suite", "mine.toml"]
-    code, _, err = offline.command(tmp_path, *line, "--model", model)
+    line = ["evaluate", "--suite", "mine.toml", "--model", model]
+    code, _, err = offline.command(tmp_path, *line)
     assert (
         code,
         "task questions: its data set someone/questions cannot be loaded" in err,
-        "--prepare" in err,
+        "emp-llm fetch" in err,
     ) == (
         2,
         True,
         True,
     )
-    code, out, err = client.command(tmp_path, *line, "--prepare")
+    code, out, err = client.command(tmp_path, "fetch", "--suite", "mine.toml")
     assert (code, err) == (0, "")
     assert out == "in the cache:\n  text someone/text/train: 8 rows\n  task questions: 8 examples\n"
-    assert "8 examples by lm-eval" in offline.succeed(tmp_path, *line, "--model", model)
+    assert "8 examples by lm-eval" in offline.succeed(tmp_path, *line)
 
 
-def test_models_and_data_are_downloaded_before_the_jobs_are_submitted(
-    hub: Hub, command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Everything that the jobs read of the Hub, but nothing that another job makes; then the
-    nodes need no network.
-    """
-    jobs = [
-        command_job("p", "prune", "--model someone/tiny --calibration user/data,column=text"),
-        command_job("e", "evaluate", "--model runs/p --suite mine.toml", "p"),
-    ]
-    study = study_of(tmp_path / "study", jobs, f'cache = "{tmp_path / "home"}"')
-    write_suite(study)
-    stand_in(tmp_path / "bin", monkeypatch, sbatch="echo 41")
-    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_CACHE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
-    done = command("submit", study, "--site", study / "site.toml")
-    assert list((tmp_path / "home" / "hub" / "models--someone--tiny").rglob("*.safetensors"))
-    data = {path.name for path in (tmp_path / "home" / "datasets").iterdir()}
-    assert {"user___data", "someone___text", "someone___questions"} <= data
-    script = (study / "slurm" / "001-prune.sh").read_text()
-    assert f"export HF_HOME={tmp_path / 'home'}\n" in script
-    missing = study_of(
-        tmp_path / "other",
-        [command_job("p", "prune", "--model someone/nothing --method magnitude")],
-    )
-    done = command("submit", missing, "--site", study / "site.toml", code=2)
-    assert NOTHING in done.stderr
-    assert not list((missing / "slurm").glob("*.sh"))
+def test_what_the_jobs_of_a_study_need_is_fetched(hub: Hub, client: Client, tmp_path: Path) -> None:
+    write_suite(tmp_path)
+    line = ["fetch", "someone/tiny", "--suite", "mine.toml", "--calibration"]
+    out = client.succeed(tmp_path, *line, "user/data,column=text,demo")
+    assert out.startswith("in the cache:\n  someone/tiny\n  text user/data/train: ")
+    code, _, err = client.command(tmp_path, *line, "c4")
+    assert (code, "allenai/c4/en/train is streamed from the Hub" in err) == (2, True)
+    code, _, err = client.command(tmp_path, "fetch", "someone/nothing")
+    assert (code, NOTHING in err) == (2, True)
 
 
 def test_signatures_of_addresses_are_not_logged(

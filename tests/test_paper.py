@@ -5,7 +5,9 @@ they are.
 import gzip
 import json
 import re
+import shlex
 import struct
+import sys
 import tomllib
 from importlib import import_module
 from pathlib import Path
@@ -163,16 +165,24 @@ def test_the_board(models: Any, tmp_path: Path, monkeypatch: Any) -> None:
         "seqlen": 16,
         "suite": f"{tmp_path / 'suite.toml'}",
     }
-    jobs = plan(
+    study = plan(
         tables[0],
         models=f"{models('llama')}",
         methods="wanda",
         output=tmp_path / "study",
         **text,
-    ).jobs
+    ).study
+    half = study.points[0]  # Wanda at 50 %
+    model = str(models("llama"))
     monkeypatch.chdir(tmp_path / "study")
-    for job in jobs[:3]:  # dense, Wanda at 50 %
-        main(job.arguments)
+    for name, options, output in (
+        (f"evaluate {model}", study.evaluate, "results/llama.dense.json"),
+        (f"prune {model}", half.prune, f"runs/llama.{half.name}"),
+        (f"evaluate runs/llama.{half.name}", study.evaluate, f"results/llama.{half.name}.json"),
+    ):
+        words = shlex.split(f"{name} {options} --output {output}")
+        monkeypatch.setattr(sys, "argv", ["emp-llm", *words])
+        main(words)
     for _ in range(2):
         board.main(
             [

@@ -438,9 +438,8 @@ def test_a_model_stands_first_or_after_its_flag(
         parse(command, ["one", *more, "two"], name)
     with pytest.raises(UserError, match="unexpected 'one'"):
         parse(command, [*more, "one", "--model", "llama"], name)
-    if name != "evaluate":  # with --prepare it needs no model
-        with pytest.raises(UserError, match="is missing"):
-            parse(command, more, name)
+    with pytest.raises(UserError, match="is missing"):
+        parse(command, more, name)
     with pytest.raises(SystemExit):
         parse(command, ["--help"], name)
     assert re.search(r"(?m)^  MODEL, -m, --model ", capsys.readouterr().out)

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors import safe_open
 from safetensors.torch import save_file
 from write_schemas import FOLDER, FORMATS, schema_text
 
 from emp_llm import (
     bench,
-    collect,
     evaluate,
     measure,
     plan,
@@ -26,7 +26,6 @@ from emp_llm import (
     sweep,
 )
 from emp_llm.calibration.activations import METADATA_KEY, Activations
-from emp_llm.cluster.jobs import JobState, read_plan
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import data_folder
 from emp_llm.records.base import FileRecord, converted, read_record
@@ -84,12 +83,6 @@ def written(
     bench(str(folder / "all"), output=folder / "bench.json", **how)
     study = folder / "study"
     plan(models=str(model), methods="magnitude", suite=str(suite), output=study, quiet=True)
-    job = read_plan(study)[-2]
-    (study / job.output).parent.mkdir()
-    (study / job.output).symlink_to(runs / "half")
-    state = JobState(id=job.id, command=job.command, status="done", exit_code=0)
-    state.save(study / "jobs" / f"{job.id}.json")
-    collect(study, no_plots=True)
     point = folder / "sweep" / "points" / "emp-magnitude-beta-1"
     outputs = [runs / "emp", runs / "wanda", runs / "half", folder / "all", point]
     with safe_open(runs / "wanda" / "emp_llm" / "activations.safetensors", framework="pt") as file:
@@ -102,10 +95,7 @@ def written(
         "measure": [read(folder / "measure.json")],
         "bench": [read(folder / "bench.json")],
         "report": [read(folder / "report" / "report.json")],
-        "job": [json.loads(line) for line in (study / "plan.jsonl").read_text().splitlines()],
-        "job-state": [read(study / "jobs" / f"{job.id}.json")],
-        "site": [tomllib.loads(path.read_text()) for path in data_folder("slurm").glob("*.toml")],
-        "collection": [read(study / "tables" / "collected.json")],
+        "study": [yaml.safe_load((study / "study.yaml").read_text())],
         "activations": [activations],
         "corpus": [
             tomllib.loads(path.read_text()) for path in data_folder("calibration").glob("*.toml")

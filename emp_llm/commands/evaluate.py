@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from emp_llm.calibration.texts import text_rows
 from emp_llm.cli import command
 from emp_llm.common.declared import Opt
-from emp_llm.common.errors import UserError, count_of
+from emp_llm.common.errors import UserError
 from emp_llm.common.progress import load_packages
-from emp_llm.evaluation.suites import Suite, suite_of
+from emp_llm.evaluation.suites import suite_of
 from emp_llm.options.evaluation import SuiteOptions, TableFormat
 from emp_llm.options.model import (
     DEVICE_NAME,
@@ -58,7 +57,7 @@ class Subject:
 
 @command
 def evaluate(
-    model: Annotated[str, Opt("Model folder or Hub id.", argument=True, flag="--model")] = "",
+    model: Annotated[str, Opt("Model folder or Hub id.", argument=True, flag="--model")],
     *,
     revision: Annotated[str | None, Opt("Branch, tag or commit of --model on the Hub.")] = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -81,10 +80,7 @@ def evaluate(
         Runtime, Opt("Run the model dense, or from packed weights (sparse); baselines run dense.")
     ] = "dense",
     form: Annotated[TableFormat, Opt("Format of the table.", flag="--format")] = "terminal",
-    prepare: Annotated[
-        bool, Opt("Only download the data of the suite (and the model) into the cache.")
-    ] = False,
-) -> Evaluated | list[str]:
+) -> Evaluated:
     """Evaluate a model on a suite, write the results to a file, and compare them with a baseline in
     a table.
 
@@ -93,8 +89,7 @@ def evaluate(
     OUTPUT-baseline.json. With --load-in-8bit or --load-in-4bit and such a baseline, both models are
     measured with and without quantisation.
 
-    Returns the results and the table; with --prepare, what is in the cache: a line for each model,
-    text and task.
+    Returns the results and the table.
     """
     load_packages()
     from emp_llm.checkpoint.locks import locked
@@ -130,13 +125,9 @@ def evaluate(
     suite = suite_of(suite_options)
     trust = trust_remote_code
     given = Path(baseline) if baseline is not None and baseline.endswith(".json") else None
-    sources = [find_model(model, revision, trust)] if model else []
+    sources = [find_model(model, revision, trust)]
     if baseline is not None and given is None:
         sources.append(find_model(baseline, None, trust))
-    if prepare:
-        return _cached(sources, suite)
-    if not model:
-        raise UserError("--model is missing; give the folder or Hub id of the model to evaluate.")
     # "perplexity-seqlen=512" of "perplexity,seqlen=512".
     base, _, changes = suite.name.partition(",")
     marks = [
@@ -204,18 +195,6 @@ def evaluate(
     return Evaluated(results, compare(every, form))
 
 
-def _cached(sources: "list[LocalModel]", suite: Suite) -> list[str]:
-    """A line for each model, text and task; all of them are in the cache afterwards."""
-    from emp_llm.evaluation.harness import Harness
-
-    lines = [source.name for source in sources]
-    if suite.corpus is not None:
-        rows = sum(1 for _ in text_rows(suite.corpus))
-        lines.append(f"text {suite.corpus.source}: {count_of(rows, 'row')}")
-    counts = Harness(suite.tasks).examples() if suite.tasks else {}
-    return lines + [f"task {name}: {count_of(count, 'example')}" for name, count in counts.items()]
-
-
 def _loaded(run: Subject, loading: LoadingOptions, trust_remote_code: bool) -> Any:
     """The model of a run, by its runtime."""
     from emp_llm.models.loading import load_model
@@ -234,9 +213,6 @@ def _loaded(run: Subject, loading: LoadingOptions, trust_remote_code: bool) -> A
     )
 
 
-def show(result: Evaluated | list[str]) -> None:
-    """Print the table, or the content of the cache."""
-    if isinstance(result, list):
-        print("in the cache:", *result, sep="\n  ")
-    else:
-        print(result.table)
+def show(result: Evaluated) -> None:
+    """Print the table."""
+    print(result.table)

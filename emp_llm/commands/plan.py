@@ -1,13 +1,16 @@
-"""`emp-llm plan`: models x recipes -> plan.jsonl, the jobs of a study."""
+"""`emp-llm plan`: models x recipes -> a folder for Snakemake."""
 
-from collections import Counter
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from emp_llm.cli import command, options_from
-from emp_llm.cluster.jobs import PLAN_NAME, Job, read_plan, writable, write_plan
-from emp_llm.common.errors import UserError, count_of
-from emp_llm.options.jobs import DEFAULT_SUITE, PlanOptions
+from emp_llm.common.errors import UserError, count_of, reason
+from emp_llm.options.study import PlanOptions
+
+if TYPE_CHECKING:
+    from emp_llm.study.plan import Study
 
 
 @dataclass(frozen=True)
@@ -15,76 +18,63 @@ class PlanSummary:
     """A written plan.
 
     Attributes:
-        study: its folder.
-        jobs: in the order of the plan.
+        folder: of the study.
+        study: the content of study.yaml.
     """
 
-    study: Path
-    jobs: list[Job]
+    folder: Path
+    study: "Study"
 
 
 @command
 def plan(options: PlanOptions) -> PlanSummary:
-    """Plan a study of models and methods as a file: one job per line, with its command and the jobs
-    that come first.
+    """Plan a study of models and methods as a folder for Snakemake: study.yaml names the models and
+    the points, and a Snakefile has the jobs.
 
     Each model is evaluated dense and calibrated once; each recipe is pruned and evaluated. No
-    weights are read or downloaded. The file may be edited. Paths are relative to the current
-    folder, or, in further options, to the study's.
+    weights are read or downloaded. The files may be edited. Paths are relative to the current
+    folder.
 
-    Returns the jobs.
+    Returns the study.
     """
-    from emp_llm.calibration.texts import calibration_corpora, check_there
-    from emp_llm.cluster.planning import (
-        check_further,
-        model_jobs,
-        named_models,
-        study_recipes,
-        with_table,
-    )
-    from emp_llm.evaluation.suites import find_suite
-    from emp_llm.hub.local_model import find_config
-    from emp_llm.options.calibration import TEXT
+    from emp_llm.checkpoint.files import write_text
+    from emp_llm.study.plan import STUDY_NAME, named_models, study_of, study_text, with_table
 
     options = with_table(options)
-    recipes = study_recipes(options, options_from)
-    models = named_models(options.models or [])
-    # What is missing is said now, not by a job.
-    texts = calibration_corpora(options.calibration or TEXT, None, options.samples, options.seqlen)
-    judged = find_suite(options.suite or DEFAULT_SUITE).corpus
-    for text in texts if judged is None else [*texts, judged]:
-        if text.file is not None:
-            check_there(text.file)
-    for name in models:
-        find_config(name, None, options.trust_remote_code)
-    jobs = [
-        job for name, slug in models.items() for job in model_jobs(options, name, slug, recipes)
-    ]
-
-    check_further(options, jobs, options_from)
-    path = options.output / PLAN_NAME
-    if path.exists() and not options.overwrite:
-        older = {job.id: job for job in read_plan(options.output)}
-        different = sum(older.get(job.id) != job for job in jobs) + len(
-            older.keys() - {job.id for job in jobs}
-        )
-        if different:
+    study = study_of(options, named_models(options.models or []), options_from)
+    folder = options.output
+    text = study_text(study)
+    files = {STUDY_NAME: text}
+    room = Path(__file__).parents[1] / "study"
+    try:
+        path = folder / STUDY_NAME
+        if not options.overwrite and path.exists() and path.read_text(encoding="utf-8") != text:
             raise UserError(
-                f"{path}: it holds another plan; {count_of(different, 'job')} would change. Name "
-                "another --output, or --overwrite."
+                f"{path}: it holds another plan. Name another --output, or --overwrite."
             )
-    with writable(path):
-        write_plan(options.output, jobs)
-    return PlanSummary(options.output, jobs)
+        for name in ("Snakefile", "profiles/default/config.yaml"):
+            if options.overwrite or not (folder / name).exists():  # else it may have been edited
+                files[name] = (room / name).read_text(encoding="utf-8")
+        for name, content in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            write_text(folder / name, content)
+    except OSError as error:
+        raise UserError(f"--output {folder}: cannot be written ({reason(error)}).") from error
+    return PlanSummary(folder, study)
 
 
 def show(summary: PlanSummary) -> None:
-    """Print the jobs by kind."""
-    kinds = Counter(job.kind for job in summary.jobs)
-    numbers = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
-    print(f"{count_of(len(summary.jobs), 'job')}: {numbers}")
-    study = summary.study
+    """Print what was planned, and the commands to type next."""
+    models = len(summary.study.models)
+    points = len(summary.study.points)
+    jobs = models * (1 + 2 * points)
+    calibrated = any(point.after for point in summary.study.points)
+    jobs += models if calibrated else 0
     print(
-        f"written to {study / PLAN_NAME}; start it with emp-llm run {study}, or emp-llm submit "
-        "with a site file, which says what the jobs need"
+        f"{count_of(models, 'model')}, {count_of(points, 'point')}: {count_of(jobs, 'job')} in "
+        f"{summary.folder}"
     )
+    if shutil.which("snakemake") is None:
+        print("Snakemake is not installed: pip install 'emp-llm[cluster]'")
+    print(f"next: cd {summary.folder}")
+    print("      snakemake --cores 4")

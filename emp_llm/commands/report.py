@@ -16,7 +16,7 @@ class ReportSummary:
     Attributes:
         output: its folder.
         files: the names of its files.
-        text: the comparison of EMP with its baselines, for a terminal.
+        text: the comparison of EMP with its baselines, or the tables of a study, for a terminal.
     """
 
     output: Path
@@ -29,13 +29,15 @@ def report(
     runs: Annotated[
         list[Path],
         Opt(
-            "Outputs of prune, sweep, measure, bench and evaluate.",
+            "Outputs of prune, sweep, measure, bench and evaluate; or the folder of a study.",
             argument=True,
             metavar="RUNS...",
         ),
     ],
     *,
-    output: Annotated[Path, Opt("Folder to write.")] = Path("report"),
+    output: Annotated[
+        Path | None, Opt("Folder to write; default: report, and of a study its tables.")
+    ] = None,
     overwrite: Annotated[bool, Opt("Replace an existing report at the output.")] = False,
     title: Annotated[str, Opt("Heading of the page.")] = "Effective Model Pruning",
     no_plots: Annotated[bool, Opt("Write tables only, without matplotlib.")] = False,
@@ -47,15 +49,26 @@ def report(
     folder holds report.md with figures/*.svg and *.png, and CSV tables with all digits. The same
     input gives the same bytes.
 
+    Of a study, tables.md is added: all its results so far, with the published values below.
+
     Returns the names of the files, and the comparison of EMP with its baselines.
     """
     from emp_llm.checkpoint.output import check_folder, write_folder
     from emp_llm.reporting.page import SUMMARY, report_content
     from emp_llm.reporting.studies import read_inputs
+    from emp_llm.study.plan import is_study, read_study
+    from emp_llm.study.tables import study_markdown, study_results, study_text
 
-    points, benches = read_inputs(runs)
+    study = runs[0] if len(runs) == 1 and is_study(runs[0]) else None
+    output = output or (Path("report") if study is None else study / "tables")
+    results = None if study is None else study_results(study, read_study(study))
+    inputs = runs if results is None else results.inputs
+    points, benches = read_inputs(inputs) if inputs else ([], [])
     check_folder(output, overwrite, SUMMARY)
     files, text = report_content(points, benches, title, not no_plots)
+    if results is not None:
+        files["tables.md"] = study_markdown(results).encode()
+        text = study_text(results)
     write_folder(output, files, overwrite, SUMMARY)
     return ReportSummary(output, sorted(files), text)
 

@@ -80,14 +80,14 @@ def cache_folder() -> Path:
 
 
 def data_folder(name: str) -> Path:
-    """The path of `calibration/`, `eval/` or `slurm/` (of `scripts/`). The wheel holds them in
+    """The path of `calibration/` or `eval/`. The wheel holds them in
     `emp_llm/data`.
     """
     packaged = Path(str(resources.files("emp_llm"))) / "data" / name
     checkout = Path(__file__).parents[2]
     if packaged.is_dir():
         return packaged
-    return checkout / "scripts" / name if name == "slurm" else checkout / name
+    return checkout / name
 
 
 def shown_name(model: str) -> str:

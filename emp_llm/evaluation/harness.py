@@ -132,7 +132,7 @@ class Harness:
                     )
         if lost:
             remedy = (
-                " The Hub cannot be reached: fetch them with --prepare where there is a network."
+                " The Hub cannot be reached: fetch them (emp-llm fetch) where there is a network."
                 if alone
                 else ""
             )

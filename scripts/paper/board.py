@@ -4,12 +4,13 @@ the published best.
     python scripts/paper/board.py
     python scripts/paper/board.py STUDY ... --commit HASH
 
-A study is a folder with a plan of board.toml or board_refit.toml that `emp-llm run` has finished,
-here or in part. Its rows are added to docs/board.jsonl, in place of older ones, and the page is
+A study is a folder with a plan of board.toml or board_refit.toml that Snakemake has finished,
+wholly or in part. Its rows are added to docs/board.jsonl, in place of older ones, and the page is
 written from that file alone.
 """
 
 import argparse
+import itertools
 import json
 import math
 import shlex
@@ -19,7 +20,6 @@ from typing import Any
 
 from emp_llm import env
 from emp_llm.checkpoint.files import INDEX_LIMIT
-from emp_llm.cluster.jobs import option_of, read_plan
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.tables import Rows, markdown_table
 from emp_llm.evaluation.comparison import Value, shown_change
@@ -27,6 +27,7 @@ from emp_llm.records.base import read_record
 from emp_llm.records.results import Results
 from emp_llm.records.run_report import RunReport
 from emp_llm.reporting.studies import short_model_name
+from emp_llm.study.plan import read_study
 
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "docs" / "board.jsonl"
@@ -80,11 +81,11 @@ Nobody has run emp-llm on these models yet; the published numbers are those to b
 ```bash
 emp-llm plan scripts/paper/board.toml --output board
 emp-llm plan scripts/paper/board_refit.toml --output board-refit
-emp-llm run board && emp-llm run board-refit
+(cd board && snakemake --cores 8) && (cd board-refit && snakemake --cores 8)
 python scripts/paper/board.py board board-refit
 ```
 
-The last command adds rows to `docs/board.jsonl` and to this page. On a cluster, [`submit`](clusters.md) takes the place of `run`. The protocol is that
+The last command adds rows to `docs/board.jsonl` and to this page. [Studies](clusters.md) also run on clusters. The protocol is that
 of the literature: calibration on 128 sequences of 2048 tokens of C4, perplexity of WikiText-2 in blocks of 2048 tokens."""
 SOURCES = """## Sources
 
@@ -116,21 +117,21 @@ def _shown(path: Path) -> str:
 def rows_of(study: Path, commit: str) -> list[Row]:
     """The rows of the finished evaluations of a study."""
     found = []
-    plan_of_study = {job.output: job for job in read_plan(study)}
+    planned = read_study(study)
+    names = ["dense", *(point.name for point in planned.points)]
     machine = env()
-    for job in plan_of_study.values():
-        if job.kind != "evaluate" or not (study / job.output).exists():
+    for model, name in itertools.product(planned.models, names):
+        path = study / "results" / f"{model.name}.{name}.json"
+        if not path.exists():
             continue
-        results = read_record(study / job.output, Results, INDEX_LIMIT)
+        results = read_record(path, Results, INDEX_LIMIT)
         measured = results.perplexity
         made_by = results.made_by
         text = results.made_by.text
         if not results.complete or measured is None or text is None:
             continue
-        judged = option_of(job, "--model")
-        pruning = plan_of_study.get(judged)
         row: Row = {
-            "model": option_of(pruning or job, "--model"),
+            "model": model.model,
             "command": "",
             "text": text.file or f"{text.dataset} {text.split}",
             "block": measured.block_length,
@@ -147,11 +148,12 @@ def rows_of(study: Path, commit: str) -> list[Row]:
         }
         if Path(row["model"]).is_absolute():
             row["model"] = _shown(Path(row["model"]))
-        if pruning is not None:
-            report = read_record(study / judged / REPORT_NAME, RunReport, 4 * INDEX_LIMIT)
+        if name != "dense":
+            run = study / "runs" / f"{model.name}.{name}" / REPORT_NAME
+            report = read_record(run, RunReport, 4 * INDEX_LIMIT)
             stages = report.stages.values()
             row |= {
-                "command": shown_command(pruning.command),
+                "command": shown_command(report.command),
                 "seconds": round(sum(stage.seconds for stage in stages), 1),
                 "bytes": max(stage.peak_bytes for stage in stages),
                 "gpu_bytes": max(stage.peak_cuda_bytes or 0 for stage in stages),

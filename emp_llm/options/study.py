@@ -1,25 +1,19 @@
-"""The options of `plan`, and what the commands for studies share."""
+"""The options of `plan`."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from emp_llm.common.declared import Opt
 from emp_llm.options.model import Dtype
 from emp_llm.options.sweep import PointOptions
 
-StudyFolder = Annotated[Path, Opt("Folder with plan.jsonl.", argument=True, metavar="STUDY")]
 DEFAULT_SUITE = "paper"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(PointOptions):
-    """Options of `plan`. None: the default, which a table may replace.
-
-    Attributes:
-        per: "recipe": each recipe is pruned and evaluated by jobs of its own; "model": one sweep
-            for each model, which keeps no checkpoints.
-    """
+    """Options of `plan`. None: the default, which a table may replace."""
 
     table: Annotated[
         Path | None,
@@ -44,16 +38,10 @@ class PlanOptions(PointOptions):
     seqlen: Annotated[int | None, Opt("Tokens per calibration sequence.", minimum=1)] = None
     targets: Annotated[str | None, Opt("Layers to prune, as for prune.")] = None
     dtype: Annotated[Dtype | None, Opt("Dtype of forward passes; default: auto.")] = None
-    per: Annotated[
-        Literal["recipe", "model"] | None,
-        Opt(
-            "Jobs for each recipe (prune, evaluate), or one for each model (sweep); default: "
-            "recipe."
-        ),
-    ] = None
-    prune_options: Annotated[
-        str | None, Opt("Further options of every prune (or sweep), as one text.")
-    ] = None
+    discard: Annotated[bool, Opt("Delete each pruned checkpoint as soon as it is evaluated.")] = (
+        False
+    )
+    prune_options: Annotated[str | None, Opt("Further options of every prune, as one text.")] = None
     evaluate_options: Annotated[
         str | None, Opt("Further options of every evaluate, as one text.")
     ] = None

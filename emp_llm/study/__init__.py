@@ -1,0 +1,1 @@
+"""Studies of many models and recipes: a plan for Snakemake, and the tables of its results."""
