@@ -135,6 +135,8 @@ def test_the_papers_table_is_planned_without_a_network(
         ({"calibration": "nowhere"}, "nowhere"),
         ({"calibration": "nowhere.txt:5,demo:5"}, r"nowhere\.txt: no such file"),
         ({"suite": "perplexity,file=nowhere.txt"}, r"nowhere\.txt: no such file"),
+        ({"calibration": "demo:5", "samples": 4}, "--samples 4: --calibration sets the numbers"),
+        ({"prune_options": "--refit --calibration self"}, "give a text of the model itself to"),
         ({"prune_options": "--activations nowhere.safetensors"}, "nowhere"),
         ({"prune_options": "--evaluate perplexity --baseline=nowhere.json"}, "nowhere"),
         ({"prune_options": "--refit --calibration nowhere.txt"}, "nowhere"),

@@ -260,6 +260,7 @@ def study_of(
     evaluation = [*common, *_given(suite=options.suite, limit=options.limit)]
     evaluation += shlex.split(options.evaluate_options or "")
     _check_there("--evaluate-options", "evaluate", evaluation, parsed)
+    calibration_corpora(options.calibration or TEXT, None, options.samples, options.seqlen)
     points = []
     texts = dict[str, None]()
     shared = {each.name: getattr(options, each.name) for each in fields(PointOptions)}
@@ -278,15 +279,18 @@ def study_of(
         after: Literal["calibrate"] | None = None
         file = ""
         runs_model = recipe.moves or (needs_norms and given.propagate != "dense")
+        mix = given.calibration or TEXT
+        if runs_model and generates(mix):
+            if mix != options.calibration:
+                raise UserError("--prune-options: give a text of the model itself to plan.")
+            after = "calibrate"  # which writes the text; the others find it in the cache
         if runs_model:
-            # One job lets a model write its text, and the others find it in the cache.
-            after = "calibrate" if generates(options.calibration or TEXT) else None
             own += text
         elif needs_norms:
             after = "calibrate"
             file = f" --activations {_ACTIVATIONS}"
         if runs_model or needs_norms:
-            texts[given.calibration or TEXT] = None
+            texts[mix] = None
         light = (None, None) if runs_model else (0, 2)
         prune = shlex.join([*own, *further]) + file
         points.append(StudyPoint(point.name, prune, after, *light))
