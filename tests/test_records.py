@@ -151,14 +151,11 @@ def test_numbers_that_are_no_json_are_refused(
     norms = tmp_path / "norms.safetensors"
     held = json.dumps(written["activations"][0] | {"extra": "here", "command": ""})
     save_file({"a": torch.zeros(1)}, norms, {METADATA_KEY: held.replace('"here"', number)})
-    plan = json.dumps(written["job"][0] | {"extra": "here"}).replace('"here"', number)
-    (tmp_path / "plan.jsonl").write_text(plan)
     for read_it in (
         lambda: read_record(path, RunReport),
         lambda: report([tmp_path], output=tmp_path / "page", no_plots=True),
         lambda: report([bench], output=tmp_path / "page", no_plots=True),
         lambda: Activations.load(norms),
-        lambda: read_plan(tmp_path),
     ):
         with pytest.raises(UserError, match=said):
             read_it()

@@ -18,10 +18,10 @@ from write_schemas import FORMATS
 from emp_llm import Recipe, UserError, masks_of, prune, prune_model, reapply_mask
 from emp_llm.calibration.activations import METADATA_KEY, Activations
 from emp_llm.checkpoint.files import file_hash
-from emp_llm.cluster.jobs import Job, JobState, write_plan
 from emp_llm.pruning.scores import GivenScores
 from emp_llm.records.base import FileRecord, read_record
 from emp_llm.records.run_report import read_report
+from emp_llm.study.plan import Study, StudyModel, StudyPoint, study_text
 
 Models = Callable[[str], Path]
 # In the folder of the checkpoint, where a record may lead, and in the current folder.
@@ -175,12 +175,13 @@ def put(recipe: dict[str, Any]) -> None:
     for name, values in with_recipe(recipe).items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(json.dumps(values))
-    jobs = [
-        Job(id=kind, kind=kind, command=line, output=line.split()[-1])  # type: ignore[arg-type]
-        for kind, line in JOBS.items()
-    ]
-    write_plan(Path(), jobs)
-    JobState(id="sweep", command=JOBS["sweep"], status="done").save(Path("jobs/sweep.json"))
+    study = Study([StudyModel("st", "M")], [StudyPoint("p", "")], "", "", "")
+    Path("study.yaml").write_text(study_text(study))
+    for name, target in (("runs", "st"), ("results", "results.json")):
+        path = Path(name, "st.p.json" if name == "results" else "st.p")
+        path.parent.mkdir(exist_ok=True)
+        path.unlink(missing_ok=True)
+        path.symlink_to(Path("..", target))
     save_file(
         load_file("norms.safetensors"),
         "norms.safetensors",
@@ -233,12 +234,10 @@ DOORS = {
     "unpack": "unpack packed unpacked",
     "generate": "generate st --prompt The --max-new-tokens 1",
     "measure": "measure --model st --criteria magnitude --orders 2 --output new-measure.json",
-    "status": "status .",
-    "collect": "collect . --no-plots",
-    "run": "run .",
+    "report a study": "report . --no-plots",
 }
-READ_NONE = {"prune again", "evaluate", "pack", "unpack", "generate", "measure", "status", "run"}
-READ_ALL = {"heal", "report", "prune --match", "prune --activations", "push", "collect"}
+READ_NONE = {"prune again", "evaluate", "pack", "unpack", "generate", "measure"}
+READ_ALL = {"heal", "report", "prune --match", "prune --activations", "push", "report a study"}
 READ_ALL |= {"verify"}
 
 
