@@ -173,12 +173,13 @@ def test_the_board(models: Any, tmp_path: Path, monkeypatch: Any) -> None:
         **text,
     ).study
     half = study.points[0]  # Wanda at 50 %
+    run = f"runs/llama.{half.name}"
     model = str(models("llama"))
     monkeypatch.chdir(tmp_path / "study")
     for name, options, output in (
-        (f"evaluate {model}", study.evaluate, "results/llama.dense.json"),
-        (f"prune {model}", half.prune, f"runs/llama.{half.name}"),
-        (f"evaluate runs/llama.{half.name}", study.evaluate, f"results/llama.{half.name}.json"),
+        (f"evaluate --model {model}", study.evaluate, "results/llama.dense.json"),
+        (f"prune --model {model}", half.prune, run),
+        (f"evaluate --model {run}", study.evaluate, f"results/llama.{half.name}.json"),
     ):
         words = shlex.split(f"{name} {options} --output {output}")
         monkeypatch.setattr(sys, "argv", ["emp-llm", *words])
