@@ -770,18 +770,14 @@ def test_an_end_of_text_that_is_no_number(command: Run, model: Path, runtime: st
 @pytest.mark.usefixtures("offline")
 def test_files_nested_too_deeply(command: Run, model: Path, tmp_path: Path) -> None:
     toml = tmp_path / "deep.toml"
-    plan = tmp_path / "plan.jsonl"
     norms = tmp_path / "norms.safetensors"
     toml.write_text(f"a = {DEEP}")
-    plan.write_text('{"a":' + DEEP)
     save_file({"a": torch.ones(2)}, norms, {"emp_llm": DEEP})
     out = ("--output", tmp_path / "out")
     for named, line in {
         toml: ("prune", "--model", model, "--calibration", toml, *out),
         f"{toml} ": ("evaluate", "--model", model, "--suite", toml, *out),
         f"{toml}": ("plan", toml, *out),
-        plan: ("run", tmp_path),
-        f"{plan}": ("status", tmp_path),
         norms: ("prune", "--model", model, "--method", "wanda", "--activations", norms, *out),
         "--device-map": (
             "prune",

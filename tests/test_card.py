@@ -155,7 +155,9 @@ def test_a_card_shows_texts_of_records_as_they_are(checkpoint: Path, written: st
     for found, word in ((harmless, "word"), (hostile, written)):
         changed = values | {"command": word, "warnings": [word], "versions": {word: word}}
         changed["source"] = values["source"] | {"model": word, "revision": None}
-        changed["recipe"] = values["recipe"] | {"score": {"own": {"function": f"{word}:own"}}}
+        changed["recipe"] = values["recipe"] | {
+            "score": {"own": {"function": f"{word}:own", "source": ""}}
+        }
         report = converted(changed, RunReport, "a report")
         found += [tags(html(report, None)), tags(html(report, word))]
     assert hostile == harmless

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from emp_llm import recipe_of
 from emp_llm.evaluation.comparison import (
     Change,
     Value,
@@ -55,7 +56,7 @@ def model(
     }
     pruned = {
         "of": "meta-llama/Llama-2-7b-hf",
-        "recipe": {"method": method, **recipe},
+        "recipe": recipe_of(method, **recipe).as_dict() if method else None,
         "sparsity_of_targets": zeros,
     }
     measured = {

@@ -48,7 +48,7 @@ def refused(says: str, /, **options: Any) -> None:
         (r"--output .*: a file cannot be written there", {"output": Path()}),
         (r"nothing: no such model folder", {"baseline": "/nothing"}),
         (r"--baseline nothing.json: cannot be read", {"baseline": "nothing.json"}),
-        (r"--model is missing", {"model": None}),
+        (r"--model must be text, got None", {"model": None}),
         (r"--baseline list.json: expected a JSON object", {"baseline": "list.json"}),
         (r"--output list.json: expected a JSON object", {"output": Path("list.json")}),
         (r"--beside sweep.json: this is not a results file", {"beside": [Path("sweep.json")]}),

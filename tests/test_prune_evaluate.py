@@ -162,7 +162,7 @@ def test_another_run_does_not_continue_it(
     done = command(*line, "--output", out)
     assert "Measuring again" in done.stderr
     held = report_of(out)["evaluation"]
-    assert held["suite"] == str(short)
+    assert held["suite"] == short.name
     assert all("tasks" not in held[which] for which in ("dense", "pruned"))
     assert weights(out) == before
     assert "it exists" in command(*line, "--output", out, code=2).stderr

@@ -601,7 +601,7 @@ def test_bench(sparse_models: Models, command: Run, tmp_path: Path) -> None:
     assert f"({speed.ratio:.2f} x, {speed.lowest_ratio:.2f} to {speed.highest_ratio:.2f})" in page
     pushed = ("user/name", "--results", output, "--base-model", "user/base", "--dry-run")
     command("push", pruned, *pushed)
-    assert ("is of other weights than those of") in command(
+    assert ("is of other weights than those in") in command(
         "push", sparse_models("opt"), *pushed, code=2
     ).stderr
 

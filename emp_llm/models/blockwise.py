@@ -297,7 +297,6 @@ class Walk:
         self._tokens = sum(batch.numel() for batch in batches)
         self.bar = progress_bar(len(runner.blocks), title, " blocks")
         last: dict[tuple[int, str], Tensor] = {}
-        self.hidden = HiddenStates("cpu")  # until their size is known
         try:
             for number, batch in enumerate(batches):
                 hidden, calls = runner.record(batch, runner.outputs or 0)
@@ -310,7 +309,8 @@ class Walk:
                 self.hidden.put(number, hidden)
                 self._calls.append(_shared(calls, last))
         except BaseException:
-            self.hidden.close()
+            with suppress(AttributeError):  # before the first batch, there are none
+                self.hidden.close()
             self.bar.close()
             raise
         finally:
