@@ -943,7 +943,7 @@ def sweep(
     model is measured, and the weights are restored. Finished points are not measured again: the
     same command resumes an interrupted sweep, and more betas or methods add points to it.
 
-    Returns the content of sweep.json; for a dry run, the plan.
+    Returns the content of sweep.jsonl; for a dry run, the plan.
 
     Args:
         model: Model folder or Hub id.

@@ -9,6 +9,7 @@ write and read the files.
 import argparse
 import inspect
 import json
+import re
 import sys
 from pathlib import Path
 from types import NoneType
@@ -37,7 +38,7 @@ FORMATS: dict[str, tuple[Any, str]] = {
     "run": (RunReport, "emp_report.json"),
     "manifest": (Manifest, "emp_manifest.json"),
     "results": (Results, "the output of emp-llm evaluate"),
-    "sweep": (Sweep, "sweep.json"),
+    "sweep": (Sweep, "the first line of sweep.jsonl"),
     "measure": (Measure, "the output of emp-llm measure"),
     "bench": (Bench, "the output of emp-llm bench"),
     "report": (ReportPage, "report.json"),
@@ -46,7 +47,8 @@ FORMATS: dict[str, tuple[Any, str]] = {
     "corpus": (Corpus, "a recipe in calibration/, and the [perplexity] table of a suite"),
     "suite": (SuiteFile, "a suite in eval/"),
 }
-_IN_MEMORY = ("push",)  # fields that are never written
+# Fields that are not written there: points of a sweep have lines of their own.
+_IN_MEMORY = {"run": ["push"], "sweep": ["points"]}
 
 
 def tree_schemas(kind: Any) -> dict[str, Any]:
@@ -84,6 +86,11 @@ def tree_schemas(kind: Any) -> dict[str, Any]:
     return {kind.__name__: _object(kind, properties)} | found
 
 
+def _named(part: dict[str, Any]) -> list[str]:
+    """The definitions that a part of a schema refers to."""
+    return re.findall(r'"#/\$defs/(\w+)"', json.dumps(part))
+
+
 def _reference(kind: Any) -> dict[str, Any]:
     return {"$ref": f"#/$defs/{kind.__name__}"}
 
@@ -112,14 +119,17 @@ def schema_of(name: str) -> dict[str, Any]:
     if issubclass(kind, FileRecord):
         record["properties"]["format"] = {"const": f"emp-llm {kind.KIND} {version}"}
         record["required"] = ["format", *record.get("required", [])]
-    for field in _IN_MEMORY:
-        record["properties"].pop(field, None)
+    for field in _IN_MEMORY.get(name, []):
+        del record["properties"][field]
+    found = {kind.__name__}
+    while more := {each for one in found for each in _named(definitions[one])} - found:
+        found |= more
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": f"urn:emp-llm:{name}:{version}",
         "title": f"emp-llm {name}, version {version}: {file}",
         "$ref": schema["$ref"],
-        "$defs": dict(sorted(definitions.items())),
+        "$defs": {each: definitions[each] for each in sorted(found)},
     }
 
 

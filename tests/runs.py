@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from emp_llm import prune
+from emp_llm.checkpoint.files import own_line
 from emp_llm.reporting.studies import MeasuredPoint, Study, read_inputs, studies
 
 
@@ -77,20 +78,17 @@ def results_of(report: dict[str, Any], perplexity: float) -> dict[str, Any]:
 
 def make_sweep(runs: Path, folder: Path) -> Path:
     """The folder of a sweep, as `sweep` writes it, built from finished runs."""
-    dense = report_of(runs / "emp")["evaluation"]["dense"]
+    report = report_of(runs / "emp")
+    first = {"format": "emp-llm sweep 4", "suite": "mine", "made_by": {"model": {}}}
+    lines = [first | {"source": report["source"], "dense": report["evaluation"]["dense"]}]
     links = {"uniform": ("emp", "total"), "uniform-0.5": ("emp-0.5", "matrix")}
-    points = []
     for name in ("emp", "emp-0.5", "uniform", "uniform-0.5", "wanda"):
         point = report_of(runs / name)
-        evaluation = point["evaluation"]["pruned"]
-        save_run(folder / "points" / name, point)
         of, match = links.get(name, (None, None))
         if of is not None:
             point["recipe"]["counts"] = {"match": {"run": "elsewhere", "by": match}}
-            save_run(folder / "points" / name, point)
-        recipe = point["recipe"]
-        entry = {"name": name, "recipe": recipe, "baseline_of": of, "evaluation": evaluation}
-        points.append(entry)
-    sweep = {"format": "emp-llm sweep 3", "suite": "mine", "dense": dense, "points": points}
-    (folder / "sweep.json").write_text(json.dumps(sweep))
+        about = {"name": name, "recipe": point["recipe"], "baseline_of": of}
+        lines.append(point | {"point": about, "masks": ""})
+    folder.mkdir()
+    (folder / "sweep.jsonl").write_bytes(b"".join(map(own_line, lines)))
     return folder

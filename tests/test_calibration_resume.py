@@ -223,8 +223,7 @@ def test_no_state_is_left_by_a_run_killed_after_its_calibration(
         sweep(model, output=tmp_path / "out", **options)
 
     with monkeypatch.context() as patch:
-        for module in ("runs.sweep_run", "calibration.passes"):
-            patch.setattr(f"emp_llm.{module}.delete_progress", _kill)
+        patch.setattr("emp_llm.calibration.passes.delete_progress", _kill)
         with pytest.raises(_Killed):
             run()
     assert list(tmp_path.rglob("hidden-1-*"))

@@ -19,8 +19,8 @@ from emp_llm.common.errors import UserError
 from emp_llm.options.flat import recipe_of
 from emp_llm.records.base import converted
 from emp_llm.records.run_report import RunReport
-from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord
-from emp_llm.records.sweep import Sweep
+from emp_llm.records.source import CalibrationRecord, ModelIdentity, ModelSource, TextRecord
+from emp_llm.records.sweep import Sweep, SweepMadeBy
 from emp_llm.reporting.card import Origin, cached_repository, card_text
 from emp_llm.reporting.push import _public, public
 
@@ -460,4 +460,9 @@ def test_a_folder_that_looks_like_a_hub_id() -> None:
     ],
 )
 def test_commands(command: str, shown: str) -> None:
-    assert public(Sweep(command=f"emp-llm prune {command}")).command == f"emp-llm prune {shown}"
+    source = ModelSource(model="models/llama")
+    made_by = SweepMadeBy(model=ModelIdentity())
+    assert (
+        public(Sweep(source=source, made_by=made_by, command=f"emp-llm prune {command}")).command
+        == f"emp-llm prune {shown}"
+    )

@@ -178,9 +178,9 @@ def test_sweep_and_measure_collect_it(common: dict[str, Any], task_suite: Path) 
     options: dict[str, Any] = {"methods": "emp-bulk,wanda", "betas": "1", "suite": suite}
     swept = sweep(**given, **options, output=Path("sweep"))
     of_text = measure(**given, output=Path("measure.json"))
-    bulk = next(point for point in swept.points if point.name == "emp-bulk-beta-1")
+    bulk = next(point for point in swept.points if point.point.name == "emp-bulk-beta-1")
     assert of_text.measures[-1].criterion == "bulk"
-    assert of_text.measures[-1].targets.sparsity_of_targets == bulk.sparsity_of_targets
+    assert of_text.measures[-1].targets.sparsity_of_targets == bulk.targets.sparsity_of_targets
     # with pruned propagation too
     assert prune(output=Path("pruned"), propagate="pruned", **given).targets.kept
 

@@ -3,7 +3,6 @@ goes through the commands.
 """
 
 import io
-import json
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -152,15 +151,11 @@ def test_a_sweep_takes_it(
         output=tmp_path / "sweep",
         **TEXT,
     )
-    assert [point.name for point in swept.points] == ["shrink-0.25", "wanda-0.25"]
-    report = json.loads(
-        (tmp_path / "sweep" / "points" / "shrink-0.25" / "emp_report.json").read_text()
-    )
-    assert report["fits"]
-    assert report["recipe"]["update"] == {"shrink": {"refit": None, "part": 0.5}}
-    assert swept.points[0].recipe == Recipe(
-        score=Magnitude(), counts=Share(0.25), update=Shrink(part=0.5)
-    )
+    assert [point.point.name for point in swept.points] == ["shrink-0.25", "wanda-0.25"]
+    shrunk = swept.points[0]
+    assert shrunk.fits
+    assert shrunk.as_dict()["recipe"]["update"] == {"shrink": {"refit": None, "part": 0.5}}
+    assert shrunk.recipe == Recipe(score=Magnitude(), counts=Share(0.25), update=Shrink(part=0.5))
 
 
 def test_the_shell_takes_its_option(models: Callable[[str], Path]) -> None:

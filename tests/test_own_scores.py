@@ -279,16 +279,16 @@ def test_sweep_measure_and_report_know_the_criterion(
     swept = sweep(**options, methods="emp-my_ria,wanda", betas="1", matched_baselines=True)
     name = "emp-my_ria-beta-1"
     names = [name, f"my_ria-total-as-{name}", f"my_ria-matrix-as-{name}", "wanda-0.5"]
-    assert [point.name for point in swept.points] == names
-    first = swept.points[0]
-    same = swept.points[1]
+    assert [point.point.name for point in swept.points] == names
+    first = swept.points[0].targets
+    same = swept.points[1].targets
     assert first.sparsity_of_targets == same.sparsity_of_targets
     equal = sweep(
         **options | {"output": tmp_path / "equal"},
         methods="emp-my_ria,my_ria",
         emp_sparsities="0.5",
     )
-    assert [(p.name, p.sparsity_of_targets) for p in equal.points] == [
+    assert [(p.point.name, p.targets.sparsity_of_targets) for p in equal.points] == [
         ("emp-my_ria-0.5", 0.5),
         ("my_ria-0.5", 0.5),
     ]

@@ -26,6 +26,7 @@ from emp_llm import (
     sweep,
 )
 from emp_llm.calibration.activations import METADATA_KEY, Activations
+from emp_llm.checkpoint.files import parse_own
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import data_folder
 from emp_llm.records.base import FileRecord, converted, read_record
@@ -85,13 +86,15 @@ def written(
     plan(models=str(model), methods="magnitude", suite=str(suite), output=study, quiet=True)
     point = folder / "sweep" / "points" / "emp-magnitude-beta-1"
     outputs = [runs / "emp", runs / "wanda", runs / "half", folder / "all", point]
+    lines = (folder / "sweep" / "sweep.jsonl").read_bytes().splitlines()
+    first, *points = map(parse_own, lines)
     with safe_open(runs / "wanda" / "emp_llm" / "activations.safetensors", framework="pt") as file:
         activations = json.loads(file.metadata()[METADATA_KEY])
     return {
-        "run": [read(output / "emp_report.json") for output in outputs],
+        "run": [*points, *(read(output / "emp_report.json") for output in outputs)],
         "manifest": [read(output / "emp_manifest.json") for output in outputs],
         "results": [read(folder / "pruned.json"), read(folder / "dense.json")],
-        "sweep": [read(folder / "sweep" / "sweep.json")],
+        "sweep": [first],
         "measure": [read(folder / "measure.json")],
         "bench": [read(folder / "bench.json")],
         "report": [read(folder / "report" / "report.json")],

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from conftest import Run
 from PIL import Image
-from runs import NAMES, make_sweep, report_of, save_run
+from runs import NAMES, report_of, save_run
 
 from emp_llm import report
 from emp_llm.common.errors import UserError
@@ -300,7 +300,7 @@ def first(values: Values) -> Values:
     ("says", "spoil"),
     [
         (
-            "holds neither sweep.json nor emp_report.json",
+            "holds neither sweep.jsonl nor emp_report.json",
             lambda folder: (folder / "emp_report.json").unlink(),
         ),
         ("cannot be read as JSON", lambda folder: (folder / "emp_report.json").write_text("{")),
@@ -341,9 +341,8 @@ def test_a_missing_input_is_named_before_the_output(
     runs: Path, command: Run, tmp_path: Path
 ) -> None:
     """Also if the default output, `report`, exists and is something else."""
-    folder = make_sweep(runs, tmp_path / "sweep")
-    (folder / "points" / "emp" / "emp_report.json").unlink()
-    assert "points/emp/emp_report.json: cannot be read" in command("report", folder, code=2).stderr
+    (tmp_path / "sweep.jsonl").write_text("{}")
+    assert "sweep.jsonl: its first line does not" in command("report", tmp_path, code=2).stderr
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "thesis.tex").write_text("years of work")
     done = command("report", "nope", code=2)
@@ -352,7 +351,7 @@ def test_a_missing_input_is_named_before_the_output(
     )
     assert "--output" not in done.stderr
     done = command("report", "report", code=2)
-    assert done.stderr.startswith("error: report: it holds neither sweep.json nor emp_report.json")
+    assert done.stderr.startswith("error: report: it holds neither sweep.jsonl nor emp_report.json")
 
 
 def test_cells_are_no_formulas(runs: Path, tmp_path: Path) -> None:

@@ -17,10 +17,11 @@ from write_schemas import FORMATS
 
 from emp_llm import Recipe, UserError, masks_of, prune, prune_model, reapply_mask
 from emp_llm.calibration.activations import METADATA_KEY, Activations
-from emp_llm.checkpoint.files import file_hash
+from emp_llm.checkpoint.files import file_hash, own_line
 from emp_llm.pruning.scores import GivenScores
 from emp_llm.records.base import FileRecord, read_record
 from emp_llm.records.run_report import read_report
+from emp_llm.records.sweep import read_sweep
 from emp_llm.study.plan import Study, StudyModel, StudyPoint, study_text
 
 Models = Callable[[str], Path]
@@ -150,8 +151,7 @@ def with_recipe(recipe: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {
         "st/emp_report.json": report,
         "st/emp_manifest.json": manifest | {"recipe": recipe},
-        "sweep/sweep.json": {"format": "emp-llm sweep 3", "points": [point]},
-        "sweep/points/p/emp_report.json": report | {"point": point},
+        "sweep/sweep.jsonl": report | {"point": point, "masks": "", "evaluation": {}},
         "results.json": {
             "format": "emp-llm results 4",
             "model": "st",
@@ -175,6 +175,13 @@ def put(recipe: dict[str, Any]) -> None:
     for name, values in with_recipe(recipe).items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(json.dumps(values))
+    head = {
+        "format": "emp-llm sweep 4",
+        "source": {"model": "M", "revision": None},
+        "made_by": {"model": {}},
+    }
+    line = own_line(json.loads(Path("sweep/sweep.jsonl").read_text()))
+    Path("sweep/sweep.jsonl").write_bytes(own_line(head) + line)
     study = Study([StudyModel("st", "M")], [StudyPoint("p", "")], "", "", "")
     Path("study.yaml").write_text(study_text(study))
     for name, target in (("runs", "st"), ("results", "results.json")):
@@ -207,6 +214,9 @@ def test_readers_of_records(place: Path, kind: str) -> None:
     said = [refused(lambda: Recipe.of_dict(recipe)), refused(lambda: read_report(place / "st"))]
     for name in with_recipe(recipe):
         path = place / name
+        if path.suffix == ".jsonl":
+            said.append(refused(lambda path=path: read_sweep(path)))  # type: ignore[misc]
+            continue
         of = json.loads(path.read_text())["format"].split()[1]
         said.append(refused(lambda path=path, of=of: read_record(path, kinds[of])))  # type: ignore[misc]
     said.append(refused(lambda: Activations.load(place / "norms.safetensors")))

@@ -19,6 +19,7 @@ from tiny import weights_of
 from torch import equal
 
 from emp_llm import prune, sweep, verify
+from emp_llm.checkpoint.files import own_line
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation import evaluate
 from emp_llm.evaluation.evaluate import measure, prepare_suite
@@ -28,7 +29,7 @@ from emp_llm.models.loading import load_model, load_tokenizer
 from emp_llm.options.flat import RecipeWords
 from emp_llm.options.recipe import Match, Pattern, Recipe
 from emp_llm.options.sweep import SweepOptions, plan_points
-from emp_llm.records.sweep import Sweep
+from emp_llm.records.sweep import read_sweep
 from emp_llm.reporting.run_tables import sweep_table
 from emp_llm.runs.sweep_folder import SweepFolder
 
@@ -59,13 +60,20 @@ def options(text: Path, suite: str) -> Record:
 
 def entries(record: Any) -> dict[str, Any]:
     """The points of a sweep as JSON, by name."""
-    values = record.as_dict() if isinstance(record, Sweep) else record
-    return {point["name"]: point for point in values["points"]}
+    return {point["point"]["name"]: point for point in record.as_dict()["points"]}
 
 
 def report_of(folder: Path, name: str) -> Record:
-    report: Record = json.loads((folder / "points" / name / "emp_report.json").read_text())
+    report: Record = entries(read_sweep(folder / "sweep.jsonl"))[name]
     return report
+
+
+def perplexities(record: Any) -> dict[str, float]:
+    """Those of the points of a sweep, by name."""
+    return {
+        name: point["evaluation"]["pruned"]["perplexity"]["perplexity"]
+        for name, point in entries(record).items()
+    }
 
 
 def perplexity_of(folder: Path, suite: str, dtype: str = "auto") -> float:
@@ -104,23 +112,23 @@ def test_points_whose_weights_move(
     source = models("llama")
     changes: Record = {"methods": "sparsegpt,emp-admm,wanda", "betas": "1", "sparsities": "0.5"}
     how = options | changes | {"refit": True, "targets": "all-linear"}
-    found = entries(sweep(model=source, output=tmp_path / "sweep", keep=keep, **how))
+    found = perplexities(sweep(model=source, output=tmp_path / "sweep", keep=keep, **how))
     text = {name: how[name] for name in ("calibration", "samples", "seqlen", "device_map")}
-    assert len({each["evaluation"]["perplexity"]["perplexity"] for each in found.values()}) == 3
+    assert len(set(found.values())) == 3
     for name, method in (("sparsegpt-0.5", "sparsegpt"), ("emp-admm-beta-1", "emp-admm")):
         alone = tmp_path / name
         prune(model=source, output=alone, method=method, refit=True, targets="all-linear", **text)
         swept = report_of(tmp_path / "sweep", name)
         pruned = json.loads((alone / "emp_report.json").read_text())
         assert swept["fits"] == pruned["fits"]
-        assert found[name]["evaluation"]["perplexity"]["perplexity"] == perplexity_of(alone, suite)
+        assert found[name] == perplexity_of(alone, suite)
         if keep:
             kept = tmp_path / "sweep" / "points" / name
             weights = weights_of(alone)
             assert all(equal(each, weights[key]) for key, each in weights_of(kept).items())
 
             assert not verify(kept, source=str(source)).differences
-    assert not (tmp_path / "sweep" / ".moved").exists()
+    assert not list((tmp_path / "sweep").glob(".*"))
 
 
 @pytest.mark.parametrize(
@@ -156,10 +164,12 @@ def test_a_point_measures_what_its_checkpoint_does(
         | changes
     )
     record = sweep(source, output=out, **options)
-    assert {path.name for path in (out / "points").glob("*/*")} == {"emp_report.json"}
+    assert {path.name for path in out.iterdir()} == {"sweep.jsonl", "activations.safetensors"}
     with monkeypatch.context() as patch:
         patch.setattr(evaluate, "perplexity", lambda *_, **__: pytest.fail("measured again"))
-        assert entries(sweep(source, output=out, keep=True, **options)) == entries(record)
+        kept = sweep(source, output=out, keep=True, **options)
+    for name, entry in entries(record).items():
+        assert entry["evaluation"] == entries(kept)[name]["evaluation"]
     assert oracle.digest(source) == before
     norms = out / "activations.safetensors"
     dtype = changes.get("dtype", "auto")
@@ -168,7 +178,8 @@ def test_a_point_measures_what_its_checkpoint_does(
         4 if "matched_baselines" in changes else 3 if dtype != "auto" else 2
     )
     for name, entry in entries(record).items():
-        match = out / "points" / entry["baseline_of"] if entry["baseline_of"] else None
+        of = entry["point"].get("baseline_of")
+        match = None if of is None else out / "points" / of
         recipe = Recipe.of_dict(entry["recipe"])
         counts = recipe.counts
         own = {"method": recipe.method, "sparsity": counts.sparsity, "order": counts.order}
@@ -180,23 +191,14 @@ def test_a_point_measures_what_its_checkpoint_does(
         common = {"targets": "all-linear", "activations": norms}
         group = {"group": changes["group"]} if "group" in changes else {}
         report = prune(source, output=tmp_path / name, **own, **common, **group).as_dict()  # type: ignore[arg-type, union-attr]
-        assert entry["evaluation"]["perplexity"]["perplexity"] == perplexity_of(
-            tmp_path / name, suite, dtype
-        ), name
-        written = report_of(out, name)
+        assert perplexities(record)[name] == perplexity_of(tmp_path / name, suite, dtype), name
+        file = out / "points" / name / "emp_report.json"
+        written: Record = json.loads(file.read_text())
+        assert written == report_of(out, name)
         for key in ("targets", "matrices", "warnings", "source", "recipe"):
             assert written[key] == report[key], (name, key)
-        assert written["point"] == {
-            key: value for key, value in entry.items() if key in written["point"]
-        }
-        assert written["evaluation"] == {
-            "dense": record.as_dict()["dense"],
-            "pruned": entry["evaluation"],
-        } | {
-            key: value
-            for key, value in written["evaluation"].items()
-            if key not in ("dense", "pruned")
-        }
+        assert written["point"] == entry["point"]
+        assert written["evaluation"]["dense"] == record.as_dict()["dense"]
         assert verify(out / "points" / name, source=source).differences == []
         assert oracle.shards(tmp_path / name) == oracle.shards(out / "points" / name)
 
@@ -217,24 +219,17 @@ def test_offloaded_models_go_through_checkpoints(
     try:
         with monkeypatch.context() as patch:
             patch.setattr(loading, "load_model", load)
-            offloaded = entries(
-                sweep(
-                    models("llama"), output=tmp_path / "disk", **(options | {"device_map": "disk"})
-                )
-            )
+            sweep(models("llama"), output=tmp_path / "disk", **(options | {"device_map": "disk"}))
     finally:
         gc.enable()
     assert len(loaded) == 4
-    in_memory = entries(sweep(models("llama"), output=tmp_path / "cpu", **options))
-    for name, entry in offloaded.items():
-        assert entry["sparsity_of_targets"] == in_memory[name]["sparsity_of_targets"]
-        found, expected = (
-            e["evaluation"]["perplexity"]["perplexity"] for e in (entry, in_memory[name])
-        )
-        assert found == pytest.approx(expected, rel=1e-6)
-        assert not (tmp_path / "disk" / "points" / name / "config.json").exists()
+    sweep(models("llama"), output=tmp_path / "cpu", **options)
+    found, expected = (read_sweep(tmp_path / name / "sweep.jsonl") for name in ("disk", "cpu"))
+    assert perplexities(found) == pytest.approx(perplexities(expected), rel=1e-6)
+    for name, entry in entries(expected).items():
+        assert entries(found)[name]["targets"] == entry["targets"]
     names = {path.name for path in (tmp_path / "disk").iterdir()}
-    assert names == {"sweep.json", "dense.json", "activations.safetensors", "points"}
+    assert names == {"sweep.jsonl", "activations.safetensors"}
 
 
 def test_finished_parts_are_not_done_again(
@@ -258,19 +253,15 @@ def test_finished_parts_are_not_done_again(
         **(options | {"methods": "emp-wanda", "betas": "2,1", "sparsities": None}),
     )
     assert len(measured) == 1
-    assert list(entries(second)) == [
-        "emp-wanda-beta-2",
-        "emp-wanda-beta-1",
-        "emp-wanda-beta-0.5",
-        "magnitude-0.4",
-    ]
-    assert entries(second)["magnitude-0.4"] == entries(first)["magnitude-0.4"]
+    assert entries(second).items() > entries(first).items()
+    assert entries(second).keys() - entries(first) == {"emp-wanda-beta-2"}
     assert second.stages.keys() == first.stages.keys() == {"load", "calibrate", "evaluate dense"}
 
 
 def test_a_killed_sweep_resumes(
     models: Models, options: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Finished points are kept, and the killed one is measured anew."""
     source = models("llama")
     out = tmp_path / "killed"
     expected = sweep(source, output=tmp_path / "whole", matched_baselines=True, **options)
@@ -287,17 +278,13 @@ def test_a_killed_sweep_resumes(
         patch.setattr(evaluate, "perplexity", killed)
         with pytest.raises(KeyboardInterrupt):
             sweep(source, output=out, matched_baselines=True, **options)
-    assert len(json.loads((out / "sweep.json").read_text())["points"]) == 1
+    (kept,) = read_sweep(out / "sweep.jsonl").points
     found = sweep(source, output=out, matched_baselines=True, **options)
+    assert found.points[0] == kept
+    assert perplexities(found) == perplexities(expected)
     for name, entry in entries(expected).items():
-        same = entries(found)[name]
-        assert same["masks"] == entry["masks"]
-        assert (
-            same["evaluation"]["perplexity"]["perplexity"]
-            == entry["evaluation"]["perplexity"]["perplexity"]
-        )
+        assert entries(found)[name]["masks"] == entry["masks"]
     assert not list(out.glob(".*"))
-    assert not list((out / "points").glob(".*"))
 
 
 def test_damaged_parts_of_a_sweep_are_made_again(
@@ -307,33 +294,46 @@ def test_damaged_parts_of_a_sweep_are_made_again(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """With a warning for each. A damaged sweep.json is refused by name."""
+    """With a warning for each. A damaged first line is refused by name."""
     source = models("llama")
     out = tmp_path / "out"
+    file = out / "sweep.jsonl"
     expected = sweep(source, output=out, **options)
-    caplog.clear()
-    (name, *others) = entries(expected)
-    points = out / "points"
-    (out / "dense.json").write_text('{"format": "emp-llm results 4", "model": 5}')
+    measured: list[int] = []
+    whole = evaluate.perplexity
+    monkeypatch.setattr(
+        evaluate, "perplexity", lambda *given, **named: measured.append(1) or whole(*given, **named)
+    )
     (out / "activations.safetensors").write_bytes(b"")
-    shutil.rmtree(points / name)
-    for number, values in enumerate(({"masks": 5}, {"masks": "a", "measures": [1]})):
-        (points / f".{name}.measures.json").write_text(json.dumps(values))
-        (points / others[number] / "emp_report.json").write_text(json.dumps(values))
+    first, *points = file.read_bytes().splitlines(keepends=True)
+    half = points[-1][:-200]  # killed while it was written
+    changed = points[-1].replace(b'"kept": ', b'"kept": 1', 1)
+    for line in (half, changed, b"{}\n", b"[" * 100_000):
+        file.write_bytes(first + b"".join(points[:-1]) + line)
+        caplog.clear()
         found = sweep(source, output=out, **options)
-        assert {each: point["masks"] for each, point in entries(found).items()} == {
-            each: point["masks"] for each, point in entries(expected).items()
-        }
-        assert f".{name}.measures.json is damaged" in caplog.text
-        assert f"{others[number]}/emp_report.json is damaged" in caplog.text
-        shutil.rmtree(points / name)
-    assert "dense.json is damaged" in caplog.text
+        assert perplexities(found) == perplexities(expected)
+        assert found.points[:-1] == expected.points[:-1]
+        assert len(measured) == 1
+        measured.clear()
+        assert "sweep.jsonl: line 4 is damaged" in caplog.text
+        assert len(file.read_bytes().splitlines()) == 4
+        caplog.clear()
+        sweep(source, output=out, **options)
+        assert "damaged" not in caplog.text
+    caplog.clear()
+    (out / "activations.safetensors").write_bytes(b"")
+    sweep(source, output=out, **options)
     assert "activations.safetensors is damaged" in caplog.text
-    for content in ("", '{"format": "emp-llm sweep 3", "points": 5}'):
-        (out / "sweep.json").write_text(content)
-        with pytest.raises(UserError, match=r"out/sweep\.json: .*") as error:
-            sweep(source, output=out, **options)
-        assert "Download" not in str(error.value)
+    file.write_bytes(first + own_line({"format": "emp-llm run 9"}))
+    with pytest.raises(UserError, match=r"line 2: it has format version 9 of a run file"):
+        sweep(source, output=out, **options)
+    for content in (b"", first[:-9], first.replace(b"sweep 4", b"sweep 3"), half, b"mine"):
+        file.write_bytes(content)
+        for overwrite in (False, True):
+            with pytest.raises(UserError, match=r"out/sweep\.jsonl: its first line"):
+                sweep(source, output=out, overwrite=overwrite, **options)
+        assert file.read_bytes() == content
 
 
 def test_another_sweep_is_refused(models: Models, options: Record, tmp_path: Path) -> None:
@@ -352,18 +352,11 @@ def test_another_sweep_is_refused(models: Models, options: Record, tmp_path: Pat
     for model, change, named in changes:
         with pytest.raises(UserError, match=named):
             sweep(model, output=out, **(options | change))
-    assert (
-        entries(json.loads((out / "sweep.json").read_text()))["magnitude-0.4"]
-        == entries(first)["magnitude-0.4"]
-    )
-    path = out / "points" / "magnitude-0.4" / "emp_report.json"
-    stored = json.loads(path.read_text())
-    # Another measurement changes it.
-    stored["evaluation"]["pruned"]["perplexity"]["seconds"] = 123.0
-    path.write_text(json.dumps(stored))
+    assert report_of(out, "magnitude-0.4") == entries(first)["magnitude-0.4"]
     anew = sweep(source, output=out, overwrite=True, **(options | {"samples": 3}))
     assert len(anew.points) == 3
-    assert json.loads(path.read_text())["evaluation"]["pruned"]["perplexity"]["seconds"] != 123.0
+    # Another measurement has other times.
+    assert report_of(out, "magnitude-0.4")["stages"] != entries(first)["magnitude-0.4"]["stages"]
 
 
 def test_foreign_folders_are_left_alone(models: Models, options: Record, tmp_path: Path) -> None:
@@ -377,10 +370,10 @@ def test_foreign_folders_are_left_alone(models: Models, options: Record, tmp_pat
         sweep(models("llama"), output=models("llama") / "sweep", **options)
     killed = tmp_path / "killed"  # while it wrote its first file
     killed.mkdir()
-    (killed / ".sweep.json.partial").write_text("{")
-    (killed / ".sweep.json.lock").touch()
-    with SweepFolder(killed, models("llama"), []).locked():
-        assert (killed / "points").is_dir()
+    (killed / ".sweep.jsonl.partial").write_text("{")
+    (killed / ".sweep.jsonl.lock").touch()
+    with SweepFolder(killed, models("llama")).locked():
+        pass
 
 
 def test_equal_masks_are_measured_once(
@@ -403,9 +396,7 @@ def test_equal_masks_are_measured_once(
     }
     targets = {"targets": r"model\.layers\.1\.mlp\.down_proj"}
     record = sweep(models("llama"), output=tmp_path / "sweep", **(options | only | targets))
-    found = {
-        name: entry["evaluation"].get("same_masks_as") for name, entry in entries(record).items()
-    }
+    found = {point.point.name: point.measures.same_masks_as for point in record.points}
     assert found == {
         "emp-wanda-order-0-beta-1": "dense",
         "wanda-total-as-emp-wanda-order-0-beta-1": "dense",
@@ -463,13 +454,10 @@ def test_infinite_perplexities_do_not_end_a_sweep(
         output=tmp_path / "sweep",
         **(options | {"methods": "emp-magnitude", "sparsities": None}),
     )
-    values = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
-    found = [
-        values["dense"]["perplexity"],
-        *(point["evaluation"]["perplexity"] for point in values["points"]),
-    ]
-    assert [each["perplexity"] for each in found] == [None] * 3
-    assert all(each["loss"] > 709 for each in found)
+    values = read_sweep(tmp_path / "sweep" / "sweep.jsonl")
+    found = [each.perplexity for each in (values.dense, *(each.measures for each in values.points))]
+    assert [each.perplexity for each in found] == [None] * 3
+    assert all(each.loss > 709 for each in found)
     assert sweep_table(record).count("infinite") == 3  # type: ignore[arg-type]
 
 

@@ -449,9 +449,7 @@ def read_own(path: Path, kind: type[T]) -> T | None:
         with reading(path):
             if path.stat().st_size > INDEX_LIMIT:
                 raise ValueError("it is too large")
-            values = parse_json(path.read_bytes())
-        if not isinstance(values, dict) or values.pop("blake3", None) != _hash_of(values):
-            raise ValueError("its hash differs")
+            values = parse_own(path.read_bytes())
         return msgspec.convert(values, kind)
     except ReadError:
         raise
@@ -459,6 +457,21 @@ def read_own(path: Path, kind: type[T]) -> T | None:
         warn_of_damage(path, quotable(reason(error)))
         remove(path)
         return None
+
+
+def own_line(values: dict[str, Any]) -> bytes:
+    """A line of a file of records, with its own hash."""
+    return json.dumps(values | {"blake3": _hash_of(values)}).encode() + b"\n"
+
+
+def parse_own(raw: bytes, **hooks: Any) -> dict[str, Any]:
+    """A record of `own_line` or `write_own`, with hooks of `json.loads`; ValueError if it is
+    damaged.
+    """
+    values = parse_json(raw, **hooks)
+    if not isinstance(values, dict) or values.pop("blake3", None) != _hash_of(values):
+        raise ValueError("its hash differs")
+    return values
 
 
 def unfinished(path: Path, read: Callable[[Path], T]) -> T | None:

@@ -157,13 +157,7 @@ class OutputFolder:
         self._lock = FileLock(self.work / "lock", self._subject)
         self._state: dict[str, Any] = {}
         self._created: list[Path] = []
-        real = self.path.resolve()
-        for origin in (source.resolve() for source in sources):
-            if real == origin or real in origin.parents or origin in real.parents:
-                raise UserError(
-                    f"{self._subject}: it is the input folder, lies inside it or "
-                    "contains it; name another folder."
-                )
+        check_apart(path, sources)
         self._check_path()
         self.check_space(needed)
 
@@ -544,6 +538,17 @@ def check_own(folder: Path, ours: Sequence[str], marks: Sequence[str] = ("*",)) 
             f"{folder} holds {shown}, which emp-llm did not put there, so the folder is "
             "neither used nor emptied. Move it away, or choose another output."
         )
+
+
+def check_apart(path: Path, sources: Sequence[Path]) -> None:
+    """Raise UserError if an output is an input folder, lies inside one or contains one."""
+    real = path.resolve()
+    for origin in (source.resolve() for source in sources):
+        if real == origin or real in origin.parents or origin in real.parents:
+            raise UserError(
+                f"--output {path}: it is the input folder, lies inside it or contains it; name "
+                "another folder."
+            )
 
 
 def check_output_file(path: Path, overwrite: bool) -> None:

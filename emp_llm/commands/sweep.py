@@ -58,7 +58,7 @@ def sweep(
     model is measured, and the weights are restored. Finished points are not measured again: the
     same command resumes an interrupted sweep, and more betas or methods add points to it.
 
-    Returns the content of sweep.json; for a dry run, the plan.
+    Returns the content of sweep.jsonl; for a dry run, the plan.
     """
     points = plan_points(options, shared)
     check_one_process("A sweep")
@@ -75,13 +75,16 @@ def sweep(
 
 def _planned(run: "SweepRun") -> SweepDryRun:
     """What the run would do."""
+    from emp_llm.runs.sweep_folder import finished
+
     points = run.points
+    held = run.folder.held()
     notes = self_notes(run.options.text_name) if run.needs_text else []
     for note in notes:
         logger.info("%s", note)
     size = run.checkpoint.output_bytes if run.sweeping.keep else 0
     return SweepDryRun(
-        [point.name for point in points if run.folder.report(point) is None],
+        [point.name for point in points if finished(held, point) is None],
         run.chosen.coverage,
         size * len(points),
     )

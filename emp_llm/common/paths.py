@@ -12,7 +12,7 @@ REPORT_NAME = "emp_report.json"  # of a pruning run
 MANIFEST_NAME = "emp_manifest.json"
 PACK_NAME = "emp_pack.json"  # of a packed checkpoint
 PACKED_SUFFIX = ".packed.safetensors"
-SWEEP_NAME = "sweep.json"
+SWEEP_NAME = "sweep.jsonl"
 CARD_NAME = "README.md"
 # The mark of a card that a push replaces. A card without it is the user's.
 CARD_MARK = (

@@ -23,7 +23,7 @@ from emp_llm.pruning.outcome import Outcomes
 from emp_llm.pruning.report import matrix_records, sizes_record, targets_record, warnings_of
 from emp_llm.pruning.scores import Scores
 from emp_llm.records.measure import CurvePoint, MeasureEntry
-from emp_llm.records.run_report import TargetsRecord, read_report
+from emp_llm.records.run_report import RunReport, TargetsRecord, read_report
 from emp_llm.selection.rule import (
     Group,
     GroupNumbers,
@@ -122,18 +122,20 @@ def check_groups(recipe: Recipe, targets: Sequence[Target], group: Group | None 
             )
 
 
-def matched(recipe: Recipe, targets: Sequence[Target]) -> Recipe:
-    """The recipe with the number of weights to remove, read from the report of the run that it
-    matches.
+def matched(recipe: Recipe, targets: Sequence[Target], report: RunReport | None = None) -> Recipe:
+    """The recipe with the number of weights to remove, unless it has it.
+
+    Args:
+        report: of the run that it matches; None: it is read from the folder of that run.
 
     Raises:
         UserError: there is no report, or it is of another model or of other targets.
     """
     counts = recipe.counts
-    if not isinstance(counts, Match):
+    if not isinstance(counts, Match) or counts.removed is not None:
         return recipe
     run = counts.run
-    report = read_report(Path(run))
+    report = report or read_report(Path(run))
     total = sum(target.matrix.numel for target in targets)
     if report.targets.weights is None or report.targets.kept is None:
         raise UserError(f"{run}: its {REPORT_NAME} does not say how many weights were kept.")

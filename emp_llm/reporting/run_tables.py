@@ -487,12 +487,12 @@ def sweep_table(record: Sweep) -> str:
     ]
     swept = [
         (
-            point.name,
-            point.sparsity_of_targets,
-            point.sparsity_of_all_parameters,
-            values_of(point.evaluation),
+            point.point.name,
+            point.targets.sparsity_of_targets,
+            point.targets.sparsity_of_all_parameters,
+            values_of(point.measures),
         )
-        for point in sorted(record.points, key=lambda point: point.sparsity_of_targets)
+        for point in sorted(record.points, key=lambda point: point.targets.sparsity_of_targets)
     ]
     for point, of_targets, of_all, values in [("dense", 0.0, 0.0, dense), *swept]:
         row = [point, percent_cell(of_targets), percent_cell(of_all)]
@@ -503,7 +503,7 @@ def sweep_table(record: Sweep) -> str:
             row.append("" if values is dense else shown_change(name, dense.get(name), value))
         rows.append(row)
     notes = [f"suite {record.suite}; removed: percent of the targets, and of all parameters"]
-    same = [(point.name, point.evaluation.same_masks_as) for point in record.points]
+    same = [(point.point.name, point.measures.same_masks_as) for point in record.points]
     notes += [
         f"{name}: the same masks as {other}, so the same values"
         for name, other in same
@@ -513,7 +513,11 @@ def sweep_table(record: Sweep) -> str:
         notes.append("accuracies in percent; their changes in points")
     notes += change_notes(names, dense, [values for *_, values in swept])
     emp, fixed = (
-        [point.sparsity_of_targets for point in record.points if point.recipe.adaptive is adaptive]
+        [
+            point.targets.sparsity_of_targets
+            for point in record.points
+            if point.recipe.adaptive is adaptive
+        ]
         for adaptive in (True, False)
     )
     if emp and fixed and min(abs(one - other) for one in emp for other in fixed) > 0.01:

@@ -21,7 +21,7 @@ from emp_llm.evaluation.results import results_of_report
 from emp_llm.options.flat import recipe_of
 from emp_llm.options.recipe import Effective, Match, MatchBy, Recipe
 from emp_llm.pruning.outcome import ALL_KEPT
-from emp_llm.records.base import read_record, record_of, version_of
+from emp_llm.records.base import record_of, version_of
 from emp_llm.records.bench import Bench
 from emp_llm.records.evaluation import CheckRecord, Measures, PerplexityRecord
 from emp_llm.records.measure import Measure
@@ -33,7 +33,7 @@ from emp_llm.records.run_report import (
     TargetsRecord,
 )
 from emp_llm.records.source import CalibrationRecord
-from emp_llm.records.sweep import Sweep
+from emp_llm.records.sweep import read_sweep
 from emp_llm.reporting.run_tables import effective_share, healing_lines, split_benches
 
 _ACCEPTED = "the output of prune, sweep, measure or bench, or a results file of evaluate"
@@ -148,11 +148,19 @@ def _read(path: Path) -> Iterator[MeasuredPoint]:
         path = file
     elif not path.is_file():
         raise UserError(f"{path}: no such file or folder; give {_ACCEPTED}.")
+    if path.suffix == ".jsonl":
+        points = path.parent.resolve() / "points"
+        for report in read_sweep(path).points:
+            point = _run(report, points / report.point.name)
+            other = report.point.baseline_of
+            point.baseline_of = None if other is None else str(points / other)
+            yield point
+        return
     values = read_json(path, strict=True, limit=REPORT_LIMIT)
     record_type = next(
         (
             record_type
-            for record_type in (Sweep, Measure, Results, RunReport)
+            for record_type in (Measure, Results, RunReport)
             if version_of(values, record_type) is not None
         ),
         None,
@@ -160,19 +168,7 @@ def _read(path: Path) -> Iterator[MeasuredPoint]:
     if record_type is None:
         raise UserError(f"{path}: this is not {_ACCEPTED}; give one of these.")
     record = record_of(values, record_type, str(path))
-    if isinstance(record, Sweep):  # each point has its own report; sweep.json tells the baselines
-        points = path.parent.resolve() / "points"
-        for entry in record.points:
-            point = _run(
-                read_record(points / entry.name / REPORT_NAME, RunReport, REPORT_LIMIT),
-                points / entry.name,
-            )
-            point.match = _match_of(entry.recipe)
-            point.baseline_of = (
-                None if entry.baseline_of is None else str(points / entry.baseline_of)
-            )
-            yield point
-    elif isinstance(record, Measure):
+    if isinstance(record, Measure):
         yield from _measures(record, path)
     elif isinstance(record, Results):
         yield _results(record, path)

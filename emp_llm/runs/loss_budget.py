@@ -30,13 +30,11 @@ from torch import Tensor
 
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.given_norms import given_norms
-from emp_llm.calibration.passes import delete_progress
 from emp_llm.checkpoint.files import (
     explain_disk_error,
     how_to_resume,
     read_own,
     remove,
-    unfinished,
     write_own,
 )
 from emp_llm.checkpoint.locks import locked
@@ -76,7 +74,7 @@ from emp_llm.runs.prune_run import (
     planned_healing,
     work_bytes,
 )
-from emp_llm.runs.run import Run, collected_norms, dense_model
+from emp_llm.runs.run import Run, dense_model, norms_in
 from emp_llm.runs.trials import Trials
 
 if TYPE_CHECKING:
@@ -479,14 +477,7 @@ class _Search:
         if run.recipe.structure is not None:  # each run collects its own
             return None
         file = self._work / "activations.safetensors"
-        norms = unfinished(file, Activations.load)
-        if norms is None:
-            with stage("calibrate"):
-                layers = run.chosen.layers_to_calibrate()
-                norms = collected_norms(run, layers, self._masks.statistics, self._calibration)
-            norms.save(file)
-        delete_progress(self._calibration)
-        return norms
+        return norms_in(run, file, self._masks.statistics, self._calibration)
 
     def _points(self, whole: bool = False) -> dict[float, LossPoint]:
         points = self._state.points

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.files import unfinished
 from emp_llm.checkpoint.output import OutputFolder, describe_difference
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.machine import Stopwatch, free_memory
 from emp_llm.common.paths import REPORT_NAME
+from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
 from emp_llm.healing.memory import HealingPlan, plan_healing
 from emp_llm.hub.local_model import LocalModel
@@ -171,6 +173,25 @@ def collected_norms(
     del dense
     if run.quantization is not None:
         run.models.free()
+    return norms
+
+
+def norms_in(run: Run, file: Path, statistics: Collection[str], resume: Path) -> "Activations":
+    """The norms in a file of unfinished work; if there are none, they are collected and kept there.
+
+    Args:
+        statistics, resume: of `collected_norms`. The progress is deleted.
+    """
+    from emp_llm.calibration.activations import Activations
+    from emp_llm.calibration.passes import delete_progress
+
+    norms = unfinished(file, Activations.load)
+    if norms is None:
+        with stage("calibrate"):
+            layers = run.chosen.layers_to_calibrate()
+            norms = collected_norms(run, layers, statistics, resume)
+        norms.save(file)
+    delete_progress(resume)
     return norms
 
 

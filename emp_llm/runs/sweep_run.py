@@ -1,10 +1,8 @@
 """A run of `sweep`: what its points share, and how each of them is measured."""
 
 import logging
-import shutil
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +11,15 @@ import msgspec
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.data import calibration_data, keep_generated
 from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
-from emp_llm.calibration.passes import delete_progress, fit_origin
-from emp_llm.checkpoint.files import unfinished
+from emp_llm.calibration.passes import fit_origin
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.declared import as_tree
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch, command_line
-from emp_llm.common.paths import ACTIVATIONS_NAME, MANIFEST_NAME, REPORT_NAME, SELF_NAME
+from emp_llm.common.paths import ACTIVATIONS_NAME, MANIFEST_NAME, SELF_NAME
 from emp_llm.common.progress import stage
-from emp_llm.evaluation.evaluate import (
-    PreparedSuite,
-    evaluate_model,
-    evaluation_record,
-    measure,
-    prepare_suite,
-)
-from emp_llm.evaluation.results import new_results, open_results, read_results
+from emp_llm.evaluation.evaluate import PreparedSuite, evaluation_record, measure, prepare_suite
+from emp_llm.evaluation.results import new_results
 from emp_llm.evaluation.suites import Suite
 from emp_llm.hub.local_model import find_model
 from emp_llm.models.loading import load_tokenizer
@@ -40,7 +31,7 @@ from emp_llm.options.model import LoadingOptions, ModelOptions
 from emp_llm.options.recipe import Given, Match, Own, Recipe
 from emp_llm.options.sweep import SweepOptions, SweepPoint
 from emp_llm.pruning.chosen import scores_of, targets_of_folder
-from emp_llm.pruning.counts import Numbers, counts_of
+from emp_llm.pruning.counts import Numbers, counts_of, matched
 from emp_llm.pruning.masks import Pruner, check_device
 from emp_llm.pruning.outcome import ALL_KEPT, Outcomes, masks_digest
 from emp_llm.pruning.report import report_of
@@ -48,12 +39,10 @@ from emp_llm.pruning.scores import own_sources, recorded
 from emp_llm.pruning.updates import move_weights
 from emp_llm.pruning.writing import run_signature, write_checkpoint
 from emp_llm.records.evaluation import Measures
-from emp_llm.records.results import Results
-from emp_llm.records.run_report import RunReport
-from emp_llm.records.source import CalibrationRecord, stage_records
-from emp_llm.records.sweep import Sweep, SweepMadeBy
-from emp_llm.runs.run import Run, collected_norms, dense_model, signature_of_text, write_records
-from emp_llm.runs.sweep_folder import SweepFolder, measures_of, point_record
+from emp_llm.records.source import stage_records
+from emp_llm.records.sweep import Sweep, SweepMadeBy, SweptPoint
+from emp_llm.runs.run import Run, dense_model, norms_in, signature_of_text, write_records
+from emp_llm.runs.sweep_folder import SweepFolder, finished, point_record
 from emp_llm.runs.trials import Trials
 from emp_llm.walk.moved import MovedWeights
 
@@ -137,7 +126,7 @@ class SweepRun(Run):
             sweeping=options,
             points=points,
             recipes=recipes,
-            folder=SweepFolder(path, source.folder, points),
+            folder=SweepFolder(path, source.folder),
             norms=norms,
             suite=None,
         )
@@ -181,6 +170,27 @@ def sweep_points(run: SweepRun, shared: RecipeWords) -> Sweep:
     Raises:
         UserError: the folder holds a sweep by other options.
     """
+    _begin(run, shared)
+    norms = run.norms
+    if run.calibrates:
+        statistics = {name for recipe in run.scored for name in recipe.statistics}
+        norms = norms_in(run, run.folder.activations, statistics, run.folder.calibration)
+    record = run.folder.record
+    if record.dense is None:
+        with stage("evaluate dense"), run.stopwatch("evaluate dense"):
+            record.dense = measure(dense_model(run), run.prepared)
+        record.stages = stage_records(run.stopwatch.record)
+        run.folder.save()
+    measured = {ALL_KEPT: ("dense", record.dense)}
+    for each in record.points:
+        measured.setdefault(each.masks, (each.point.name, each.measures))
+    trials = Trials(run, run.folder.scratch / "checkpoint")
+    _Measuring(run, norms, record.dense, trials, measured).measure_points()
+    return record
+
+
+def _begin(run: SweepRun, shared: RecipeWords) -> None:
+    """Resume the sweep in the folder, or begin one."""
     dense = new_results(
         run.source,
         run.prepared.suite,
@@ -188,16 +198,6 @@ def sweep_points(run: SweepRun, shared: RecipeWords) -> Sweep:
         run.models.dtype,
         run.models.device_map,
     )
-    _begin(run, shared, dense)
-    norms = _calibrated(run)
-    dense = _with_dense_measured(run, dense)
-    trials = Trials(run, run.folder.scratch)
-    _Measuring(run, norms, dense, trials).measure_points()
-    return run.folder.record
-
-
-def _begin(run: SweepRun, shared: RecipeWords, dense: Results) -> None:
-    """Resume the sweep in the folder, or begin one."""
     made_of = {} if run.norms is None else {"norms": run.norms.digest}
     if run.text is not None:
         made_of |= signature_of_text(run)
@@ -217,46 +217,14 @@ def _begin(run: SweepRun, shared: RecipeWords, dense: Results) -> None:
         shared=words,
         activations=made_of or None,
     )
-    source = run.made_from(identity)
-    about = Sweep(command=command_line(), source=source, suite=run.prepared.suite.name)
-    run.folder.begin(made_by, about, run.sweeping.overwrite)
+    record = Sweep(
+        command=command_line(),
+        source=run.made_from(identity),
+        suite=run.prepared.suite.name,
+        made_by=made_by,
+    )
+    run.folder.begin(record, run.sweeping.overwrite)
     keep_generated(run.folder.path / SELF_NAME.name, run.text)
-
-
-def _calibrated(run: SweepRun) -> Activations | None:
-    """The norms of the points that need them, kept in the folder: given, of an interrupted run, or
-    collected now.
-    """
-    file = run.folder.activations
-    norms = run.norms
-    kept = unfinished(file, Activations.load)
-    if norms is not None and kept is None:
-        norms.save(file)
-    if not run.calibrates:
-        return norms
-    norms = kept
-    if norms is None:
-        with stage("calibrate"):
-            statistics = {name for recipe in run.scored for name in recipe.statistics}
-            layers = run.chosen.layers_to_calibrate()
-            norms = collected_norms(run, layers, statistics, run.folder.calibration)
-        norms.save(file)
-    delete_progress(run.folder.calibration)
-    return norms
-
-
-def _with_dense_measured(run: SweepRun, dense: Results) -> Results:
-    """The results of the dense model, with what they lack of the suite."""
-    file = run.folder.dense
-    unfinished(file, partial(read_results, option="--output"))
-    dense = open_results(file, dense)
-    if not dense.complete:
-        with stage("evaluate dense"), run.stopwatch("evaluate dense"):
-            model = dense_model(run)
-            evaluate_model(model, run.prepared, dense, file)
-            del model
-    run.folder.note(stage_records(run.stopwatch.record), dense.measures)
-    return dense
 
 
 @dataclass(frozen=True)
@@ -265,11 +233,13 @@ class _Point:
 
     Attributes:
         run: with the recipe, the path and the stopwatch of the point.
+        norms: None: it needs none.
         moved: by its update; None without one.
     """
 
     point: SweepPoint
     run: SweepRun
+    norms: Activations | None
     pruner: Pruner
     moved: MovedWeights | None
 
@@ -280,7 +250,7 @@ class _Measuring:
 
     Attributes:
         norms: None: no point needs them.
-        dense: the results of the dense model.
+        dense: the measurements of the dense model.
         trials: of the points.
         measured: digest of masks -> the point that had them first, and its measurements.
         numbers: of the magnitudes, shared by points whose counts they set.
@@ -288,37 +258,32 @@ class _Measuring:
 
     run: SweepRun
     norms: Activations | None
-    dense: Results
+    dense: Measures
     trials: Trials
-    measured: dict[str, tuple[str, Measures]] = field(default_factory=dict)
+    measured: dict[str, tuple[str, Measures]]
     numbers: Numbers = field(default_factory=dict)
 
     def measure_points(self) -> None:
         """Measure the points that are not finished."""
-        self.measured[ALL_KEPT] = ("dense", self.dense.measures)
         points = self.run.points
         folder = self.run.folder
         for place, point in enumerate(points, 1):
-            report = folder.report(point)
             has_checkpoint = (folder.points / point.name / MANIFEST_NAME).is_file()
-            if report is not None and (has_checkpoint or not self.run.sweeping.keep):
+            needs_none = has_checkpoint or not self.run.sweeping.keep
+            if needs_none and finished(folder.record, point) is not None:
                 logger.info("%s: already finished; not measured again.", point.name)
-            else:
-                if report is not None:  # its checkpoint is missing
-                    folder.note_measures(point, report.masks or "", measures_of(report))
-                with stage(point.name):
-                    report = self._measure(self._decided(point))
-                logger.info(
-                    "%s: done, %.2f %% removed; %d of %d.",
-                    point.name,
-                    100 * report.targets.sparsity_of_targets,
-                    place,
-                    len(points),
-                )
-            measures = folder.finish(point, report)
-            self.measured.setdefault(report.masks or "", (point.name, measures))
-            shutil.rmtree(folder.moved / point.name, ignore_errors=True)
-        shutil.rmtree(folder.moved, ignore_errors=True)
+                continue
+            with stage(point.name):
+                report = self._measure(self._decided(point))
+            folder.add(report)
+            self.measured.setdefault(report.masks, (point.name, report.measures))
+            logger.info(
+                "%s: done, %.2f %% removed; %d of %d.",
+                point.name,
+                100 * report.targets.sparsity_of_targets,
+                place,
+                len(points),
+            )
         self.run.models.free()
 
     def _decided(self, point: SweepPoint) -> _Point:
@@ -326,11 +291,14 @@ class _Measuring:
         run = self.run
         recipe = run.recipes[point.name]
         if point.baseline_of is not None and isinstance(recipe.counts, Match):
-            matched = str(run.folder.points / point.baseline_of)
-            recipe = recipe.but(counts=replace(recipe.counts, run=matched))
+            folder = str(run.folder.points / point.baseline_of)
+            recipe = recipe.but(counts=replace(recipe.counts, run=folder))
+            of_point = {each.point.name: each for each in run.folder.record.points}
+            recipe = matched(recipe, run.targets, of_point[point.baseline_of])
         scores = scores_of(run.chosen, recipe, run.checkpoint.config)
-        if self.norms is not None and recipe.needs_activations:
-            scores = scores.with_activations(self.norms)
+        norms = self.norms if recipe.needs_activations else None
+        if norms is not None:
+            scores = scores.with_activations(norms)
         pruner = Pruner(scores, counts_of(scores, self.numbers), run.sweeping.mask_device)
         path = run.folder.points / point.name
         run = replace(run, recipe=scores.recipe, path=path, stopwatch=Stopwatch())
@@ -338,7 +306,7 @@ class _Measuring:
         update = run.recipe.update
         moved = None
         if update is not None:
-            moved = MovedWeights(run.folder.moved / point.name)
+            moved = MovedWeights(run.folder.scratch / "moved")
             with stage(update.name), run.stopwatch(update.name):
                 move_weights(
                     dense_model(run),
@@ -349,21 +317,16 @@ class _Measuring:
                     run.options.batch_size,
                     run.options.hidden_states,
                 )
-        return _Point(point, run, pruner, moved)
+        return _Point(point, run, norms, pruner, moved)
 
-    def _measure(self, point: _Point) -> RunReport:
-        """Measure a point, and write its report, and with --keep its checkpoint."""
-        if self.run.sweeping.keep:
-            return self._keep(point)
-        with self._pruned(point) as (folder, outcomes):
-            report = self._report(point, outcomes, folder)
-        report.save(point.run.path / REPORT_NAME)
-        return report
-
-    def _keep(self, point: _Point) -> RunReport:
-        """Write the checkpoint of a point, and measure it."""
+    def _measure(self, point: _Point) -> SweptPoint:
+        """Measure a point, and write with --keep its checkpoint."""
         run = point.run
-        norms = self.norms if run.recipe.needs_activations else None
+        trial = self.trials.pruned(point.pruner, run.stopwatch, point.moved)
+        if not run.sweeping.keep:
+            with trial as (folder, outcomes):
+                return self._report(point, outcomes, folder)
+        norms = point.norms
         digest = None if norms is None else norms.digest
         needed = run.checkpoint.output_bytes
         with OutputFolder(run.path, [run.source.folder], needed, overwrite=True) as out:
@@ -373,7 +336,7 @@ class _Measuring:
                 written = write_checkpoint(point.pruner, out.files, out, point.moved)
             # What is written is measured in memory, if that is the same.
             kept = nullcontext((out.files, written.outcomes))
-            with self._pruned(point) if self.trials.in_memory else kept as (folder, outcomes):
+            with trial if self.trials.in_memory else kept as (folder, outcomes):
                 report = self._report(point, outcomes, folder)
             if norms is not None:
                 norms.save(out.files / ACTIVATIONS_NAME)
@@ -381,10 +344,7 @@ class _Measuring:
             out.complete()
         return report
 
-    def _pruned(self, point: _Point) -> AbstractContextManager[tuple[Path, Outcomes]]:
-        return self.trials.pruned(point.pruner, point.run.stopwatch, point.moved)
-
-    def _report(self, point: _Point, outcomes: Outcomes, folder: Path) -> RunReport:
+    def _report(self, point: _Point, outcomes: Outcomes, folder: Path) -> SweptPoint:
         """Measure a point.
 
         Args:
@@ -394,40 +354,31 @@ class _Measuring:
         pruner = point.pruner
         masks = masks_digest(outcomes, run.recipe, pruner.scores.by_magnitude)
         measures = self._measures(point, masks, folder)
-        source = run.made_from(self.dense.made_by.model.identity or "")
+        source = run.folder.record.source
         coverage = run.chosen.coverage
-        report = report_of(source, pruner, outcomes, coverage, point.moved, self._origin(run))
-        report.dtype = run.models.dtype
-        report.device_map = run.models.device_map
-        report.point = point_record(point.point)
-        report.masks = masks
-        report.evaluation = evaluation_record(run.prepared, self.dense.measures, measures)
-        report.stages = stage_records(run.stopwatch.record)
-        return report
+        origin = None if point.norms is None else point.norms.about
+        if origin is None and point.moved is not None:
+            origin = fit_origin(run.data, run.options.batch_size, self.run.origin)
+        report = report_of(source, pruner, outcomes, coverage, point.moved, origin)
+        measured = {
+            "dtype": run.models.dtype,
+            "device_map": run.models.device_map,
+            "point": point_record(point.point),
+            "masks": masks,
+            "evaluation": evaluation_record(run.prepared, self.dense, measures),
+            "stages": stage_records(run.stopwatch.record),
+        }
+        return SweptPoint(**msgspec.structs.asdict(report) | measured)
 
     def _measures(self, point: _Point, masks: str, folder: Path) -> Measures:
         """The measurements of a point: those of another one with the same masks, or new ones."""
         name = point.point.name
         if masks in self.measured:
             first, same = self.measured[masks]
+            if first == name:  # only its checkpoint was missing
+                return same
             logger.info("%s: the same masks as %s, so the same values.", name, first)
             return Measures(perplexity=same.perplexity, tasks=same.tasks, same_masks_as=first)
         run = point.run
-        begun = run.folder.measured_so_far(point.point, masks)
-        with nullcontext() if self.trials.in_memory else run.stopwatch("load"):
-            model = run.models.get(folder)
         with run.stopwatch("evaluate pruned"):
-            note = partial(run.folder.note_measures, point.point, masks)
-            measures = measure(model, run.prepared, begun, note)
-        del model
-        if not self.trials.in_memory:
-            run.models.free()  # the next point's checkpoint has the same path
-        return measures
-
-    def _origin(self, run: SweepRun) -> CalibrationRecord | None:
-        """The origin of the norms of a point, or of its weights that moved; None of neither."""
-        if self.norms is not None and run.recipe.needs_activations:
-            return self.norms.about
-        if run.recipe.update is None:
-            return None
-        return fit_origin(run.data, run.options.batch_size, self.run.origin)
+            return measure(run.models.get(folder), run.prepared)
