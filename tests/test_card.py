@@ -460,7 +460,7 @@ def test_a_folder_that_looks_like_a_hub_id() -> None:
     ],
 )
 def test_commands(command: str, shown: str) -> None:
-    source = ModelSource(model="models/llama")
+    source = ModelSource(model="models/llama", revision=None)
     made_by = SweepMadeBy(model=ModelIdentity())
     assert (
         public(Sweep(source=source, made_by=made_by, command=f"emp-llm prune {command}")).command
