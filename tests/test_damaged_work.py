@@ -362,7 +362,7 @@ def layers() -> tuple[nn.ModuleDict, Adam]:
         layer.weight.data = torch.randn(4, 8, generator=generator)
     masks = Masks({"a.weight": torch.rand(4, 8, generator=generator) < 0.5})
     masks.apply(model)
-    return model, Adam(model, ["a.weight", "b.weight"], masks, 1e-2, halved=True)
+    return model, Adam(dict(model.named_parameters()), masks, 1e-2, halved=True)
 
 
 def resumed(folder: Path) -> int:

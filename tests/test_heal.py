@@ -63,7 +63,7 @@ from emp_llm.common.errors import UserError, format_bytes
 from emp_llm.common.ranks import ranks
 from emp_llm.healing import adam, blocks, memory, progress
 from emp_llm.healing import training as healing
-from emp_llm.healing.blocks import rate_of
+from emp_llm.healing.adam import rate_of
 from emp_llm.healing.checks import sequences_for, set_aside
 from emp_llm.healing.progress import Measure, Progress
 from emp_llm.models import blockwise
@@ -703,16 +703,6 @@ def test_block_by_block(
     assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
 
 
-def test_a_block_for_which_memory_does_not_suffice(
-    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(blocks, "_heal", Mock(side_effect=torch.OutOfMemoryError("out of memory")))
-    how: dict[str, Any] = given | {"device_map": "disk", "heal": True}
-    for match in [*["The same command goes on in a way that takes less"] * 2, "Use a device with"]:
-        with pytest.raises(UserError, match=f"healing: out of memory.*{match}"):
-            prune(models("llama"), output=tmp_path / "out", **how)
-
-
 def test_a_block_whose_outputs_are_not_finite(
     models: Models, given: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -770,6 +760,23 @@ def test_too_little_memory_for_the_whole_model(
     free = 400_000
     with pytest.raises(UserError, match="--heal-weights all needs the whole model"):
         prune(models("llama"), output=tmp_path / "all", heal_weights="all", **how)
+    # Steps that minutes have chosen are those of the whole model, not of each block.
+    prune(models("llama"), output=tmp_path / "plain", method="magnitude")
+    timed = given | {"device_map": "auto", "heal_minutes": 5.0}
+
+    def less_memory(*_: Any, **how: Any) -> int:
+        nonlocal free
+        free = 400_000
+        return STEPS
+
+    monkeypatch.setattr(healing, "steps_of_minutes", less_memory)
+    for command in (
+        partial(prune, models("llama"), method="wanda", heal=True, output=tmp_path / "timed"),
+        partial(heal, tmp_path / "plain", dense=str(models("llama")), output=tmp_path / "healed"),
+    ):
+        free = 10**12
+        with pytest.raises(UserError, match=r"block by block.* Give --heal-steps, which are those"):
+            command(**timed)
     free = 1000
     calibrate = Mock()
     monkeypatch.setattr("emp_llm.calibration.passes.calibrated", calibrate)
@@ -781,48 +788,35 @@ def test_too_little_memory_for_the_whole_model(
 
 
 def test_memory_that_runs_out_in_the_training(
-    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Models,
+    given: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The same command goes on in a smaller way each time, and by blocks in the end."""
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr(memory, "available_memory", lambda: 10**12)
-    plans: list[memory.HealingPlan] = []
-    find = memory.plan_healing
-
-    def planned(*given: Any, **how: Any) -> memory.HealingPlan:
-        plans.append(find(*given, **how))
-        return plans[-1]
-
-    monkeypatch.setattr("emp_llm.runs.run.plan_healing", planned)
-
-    def fail(self: Any, numbers: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(healing._Healer, "step", fail)
-    how = given | {"device_map": "auto", "method": "wanda", "heal": True, "heal_steps": STEPS}
-    for _ in range(2):
-        with pytest.raises(UserError, match=r"out of memory.*The same command goes on"):
-            prune(models("llama"), output=tmp_path / "out", **how)
-    prune(models("llama"), output=tmp_path / "out", **how)
-    assert [(plan.by, plan.checkpointing) for plan in plans] == [
-        ("model", False),
-        ("model", True),
-        ("blocks", False),
-    ]
-    assert verify(tmp_path / "out", source=str(models("llama"))).differences == []
-    # Steps that minutes have chosen are those of the whole model, not of each block.
-    monkeypatch.setattr(healing, "steps_of_minutes", lambda *given, **how: STEPS)
-    prune(models("llama"), output=tmp_path / "plain", method="magnitude")
-    timed = given | {"device_map": "auto", "heal_minutes": 5.0}
-    for command in (
-        partial(prune, models("llama"), method="wanda", heal=True, output=tmp_path / "timed"),
-        partial(heal, tmp_path / "plain", dense=str(models("llama")), output=tmp_path / "healed"),
+    """The sentence names what takes less; and if memory is free again, the same command resumes."""
+    prune(models("llama"), output=tmp_path / "plain", method="wanda", **given)
+    how: dict[str, Any] = given | {"dense": str(models("llama")), "heal_steps": STEPS}
+    for number, (part, options, remedy) in enumerate(
+        [
+            ((healing._Healer, "step"), {}, "1 sequence .* Lower --seqlen, or give --device-map d"),
+            ((blocks, "_heal"), {"device_map": "disk"}, "4 sequences .* Lower --batch-size, then"),
+            (
+                (healing._Healer, "step"),
+                {"heal_steps": None, "heal_minutes": 5.0},
+                "Lower --seqlen",
+            ),
+        ]
     ):
-        for _ in range(2):
-            with pytest.raises(UserError, match=r"out of memory.*The same command goes on"):
-                command(**timed)
-        with pytest.raises(UserError, match=r"block by block.* Give --heal-steps, which are those"):
-            command(**timed)
+        command = partial(heal, tmp_path / "plain", output=tmp_path / f"{number}", **how | options)
+        with monkeypatch.context() as patch:
+            patch.setattr(*part, Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
+            with pytest.raises(
+                UserError, match=rf"^(healing|--heal-minutes): .* on cpu .*{remedy}"
+            ):
+                command()
+        if number < 2:
+            command()
+            assert verify(tmp_path / f"{number}", source=str(models("llama"))).differences == []
 
 
 @pytest.mark.parametrize("instructions", [True, False])
@@ -905,7 +899,7 @@ def test_a_step_unpacks_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.ModuleDict({"a": nn.Linear(32, 8, bias=False)})
     masks = Masks({"a.weight": torch.rand(8, 32) < 0.5})
     masks.apply(model)
-    optimizer = adam.Adam(model, ["a.weight"], masks, 1e-2, halved=False)
+    optimizer = adam.Adam(dict(model.named_parameters()), masks, 1e-2)
     monkeypatch.setattr(Masks, "__getitem__", Mock(side_effect=AssertionError))
     optimizer.begin()
     model["a"](torch.ones(2, 32)).square().sum().backward()
@@ -921,7 +915,7 @@ def test_small_steps_add_up(halved: bool) -> None:
     start[0, 0] = 0.0
     layer.weight.data = start.clone()
     masks = healing.Masks({"weight": start != 0})
-    optimiser = adam.Adam(layer, ["weight"], masks, 1e-4, halved)
+    optimiser = adam.Adam({"weight": layer.weight}, masks, 1e-4, halved)
     rate = optimiser._weights["weight"].rate
     assert rate == pytest.approx(1e-4 * float(start[start != 0].square().mean().sqrt()), rel=1e-6)
     wanted = start.double()

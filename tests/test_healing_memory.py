@@ -101,6 +101,36 @@ def test_the_sizes_of_a_checkpoint(models: Models) -> None:
         assert (sizes.layers, sizes.width) == (config.num_hidden_layers, config.hidden_size)
 
 
+def test_soft_capped_scores_are_kept() -> None:
+    """As torch keeps them for gradients: each key of a sequence takes bytes of each token."""
+    shape: dict[str, Any] = {"vocab_size": 8, "hidden_size": 64, "intermediate_size": 128}
+    shape |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.Gemma2Config(num_hidden_layers=1, **shape)
+    )
+    measured = []
+    planned = []
+    for length in (128, 256):
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with hooks, torch.autocast("cpu", torch.bfloat16):
+            held = model(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=False)
+        for parameter in model.parameters():
+            kept.pop(parameter.untyped_storage().data_ptr(), None)
+        measured.append(sum(kept.values()) / length)
+        planned.append(
+            Sizes(model.config.to_dict(), 1, 1, 1, 1, 1, 1, length, 1, True, False).token
+        )
+        del held
+    assert planned[1] - planned[0] == pytest.approx(measured[1] - measured[0], rel=0.1)
+
+
 def plan(model: Path, heal: Heal | None = None, **how: Any) -> HealingPlan:
     """For all linear layers, 32 tokens."""
     checkpoint = Checkpoint(model)

@@ -186,9 +186,9 @@ def enough_memory(
 
     def message() -> str:
         size = f"{count_of(batch.shape[0], 'sequence')} of {count_of(batch.shape[1], 'token')}"
-        return (
-            "{}: out of memory on {} with {} at a time. Lower --batch-size, then --seqlen{}."
-        ).format(*where(), size, or_else)
+        lower = "--seqlen" if batch.shape[0] == 1 else "--batch-size, then --seqlen"
+        name, device = where()
+        return f"{name}: out of memory on {device} with {size} at a time. Lower {lower}{or_else}."
 
     return out_of_memory(message)
 

@@ -1,7 +1,7 @@
-"""Adam for weights in two halves, which move within the backward pass."""
+"""Adam for weights in two halves, which move within the backward pass, and its rate."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from emp_llm.common.ranks import ranks
-from emp_llm.healing.blocks import rate_of_weight
 from emp_llm.models.masks import Masks
 from emp_llm.models.modules import set_to_zero
 
@@ -18,6 +17,37 @@ _PART = 1 << 28  # bytes of a part of a checkpoint
 _BETAS = (0.9, 0.95)
 _EPSILON = 1e-8
 _TINY = 1e-30  # a gradient may be zero
+_RATE = 0.0085  # at most; only models of a few narrow blocks would have more
+
+
+def rate_of(config: Any, blocks: float | None = None) -> float:
+    """Adam's rate at its highest, as a share of the root mean square of a tensor's kept weights.
+
+        min(0.0085, sqrt(2 / width) / blocks)
+
+    Adam changes each weight by about its rate, and those of a row in step with their inputs. So a
+    rate r changes the outputs of a layer with n inputs by about r * sqrt(n) of their size, and
+    those of all L blocks by L times that.
+
+    Args:
+        config: of the model.
+        blocks: that change at a time; None: all.
+    """
+    text = config.get_text_config()
+    return min(_RATE, math.sqrt(2 / text.hidden_size) / (blocks or text.num_hidden_layers))
+
+
+def rate_of_weight(weight: Tensor, rate: float) -> float:
+    """The rate of a float32 weight: `rate` of the root mean square of its kept values."""
+    kept = max(1, int(weight.count_nonzero()))
+    return rate * float(weight.norm()) / math.sqrt(kept)
+
+
+def share_of_rate(step: int, steps: int) -> float:
+    """The share of the highest rate in a step, the first of which is 0: it rises for a twentieth of
+    the steps, and falls along a cosine.
+    """
+    return min((step + 1) / max(1, steps // 20), 0.5 + 0.5 * math.cos(math.pi * step / steps))
 
 
 @dataclass
@@ -68,8 +98,8 @@ class Adam:
     counts more than others. That heals better than clipping the norm of all gradients.
 
     Args:
-        model: float32, with zeros where the masks have them.
-        moving: names of the parameters that move; from now on they take gradients.
+        parameters: those that move, by name, of float32, with zeros where the masks have them; from
+            now on they take gradients.
         masks: weights that stay zero.
         rate: as a share of the root mean square of each parameter's kept weights.
         halved: whether matrices are halved; all else stays float32.
@@ -81,7 +111,11 @@ class Adam:
     """
 
     def __init__(
-        self, model: nn.Module, moving: Iterable[str], masks: Masks, rate: float, halved: bool
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        masks: Masks,
+        rate: float,
+        halved: bool = False,
     ) -> None:
         self.rate = rate
         self.share = 1.0
@@ -91,8 +125,7 @@ class Adam:
         self._order: list[str] = []  # of the weights that are still to move in this step
         self._complete: set[str] = set()  # those of them whose gradients are complete
         self._handles = []
-        for name in moving:
-            parameter = model.get_parameter(name)
+        for name, parameter in parameters.items():
             weight = _Moving(parameter, rate_of_weight(parameter.data, rate), None)
             if halved and parameter.dim() > 1:  # layer_norm takes no other dtype than its input's
                 parameter.data, weight.lower = _halves(parameter.data)
@@ -119,7 +152,7 @@ class Adam:
 
     def end(self) -> None:
         """Move what the last pass gave no gradient: experts that only earlier passes have reached,
-        or those of other ranks.
+        those of other ranks, and weights whose gradients the caller has put there.
         """
         for name in self._order:
             if ranks().count > 1 or self._weights[name].parameter.grad is not None:

@@ -14,21 +14,21 @@ import math
 from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import as_tensor
 from emp_llm.common.errors import UserError, count_of
-from emp_llm.common.machine import out_of_memory
 from emp_llm.common.ranks import ranks
+from emp_llm.healing.adam import Adam, rate_of, share_of_rate
 from emp_llm.healing.checks import SEQUENCES
 from emp_llm.healing.tracking import Log
 from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel
+from emp_llm.models.masks import Masks
 from emp_llm.models.modules import weight_of
 from emp_llm.models.offload import execution_device
 from emp_llm.options.calibration import Place
@@ -37,7 +37,6 @@ from emp_llm.walk.checks import held_out
 from emp_llm.walk.moved import Moved, MovedWeights, in_stored_dtype
 from emp_llm.walk.update import Block, token_weights
 
-_RATE = 0.0085  # at most; only models of a few narrow blocks would have more
 _BLOCK = 8.0  # a block that heals alone has the rate of one of so many that heal together
 
 
@@ -74,8 +73,7 @@ def heal_blocks(
         log: gets the held-out errors of each block, before and after.
 
     Raises:
-        UserError: there are fewer batches than ranks, outputs of a block are not finite, or memory
-            runs out.
+        UserError: there are fewer batches than ranks, or outputs of a block are not finite.
     """
     runner = BlockwiseModel(model, name_of_blocks, hidden_states)
     held = held_out(len(tokens))
@@ -88,12 +86,7 @@ def heal_blocks(
     measuring = _Groups(tokens[-held:], at_once, first=len(fitting.batches))
     model.requires_grad_(False)
     walks = runner.walk([*fitting.batches, *measuring.batches], "heal")
-    remedy = (
-        "healing: out of memory. Use a device with more memory, or start over with a lower "
-        "--seqlen."
-    )
     with (
-        out_of_memory(lambda: remedy),
         checkpoint.open_files() as files,
         walks as walk,
         closing(walk.second()) as pruned,
@@ -105,7 +98,7 @@ def heal_blocks(
             return as_tensor(words, stored.dtype)
 
         def removed_of(target: Target) -> Tensor:
-            return pruned_weight(target) == 0
+            return _removed(pruned_weight(target))
 
         for step in walk.steps():
             members = [target for target in targets if target.name.startswith(f"{step.name}.")]
@@ -181,34 +174,9 @@ class _Groups:
         return self._numbers[group]
 
 
-def rate_of(config: Any, blocks: float | None = None) -> float:
-    """Adam's rate at its highest, as a share of the root mean square of a tensor's kept weights.
-
-        min(0.0085, sqrt(2 / width) / blocks)
-
-    Adam changes each weight by about its rate, and those of a row in step with their inputs. So a
-    rate r changes the outputs of a layer with n inputs by about r * sqrt(n) of their size, and
-    those of all L blocks by L times that.
-
-    Args:
-        config: of the model.
-        blocks: that change at a time; None: all.
-    """
-    text = config.get_text_config()
-    return min(_RATE, math.sqrt(2 / text.hidden_size) / (blocks or text.num_hidden_layers))
-
-
-def rate_of_weight(weight: Tensor, rate: float) -> float:
-    """The rate of a float32 weight: `rate` of the root mean square of its kept values."""
-    kept = max(1, int(weight.count_nonzero()))
-    return rate * float(weight.norm()) / math.sqrt(kept)
-
-
-def share_of_rate(step: int, steps: int) -> float:
-    """The share of the highest rate in a step, the first of which is 0: it rises for a twentieth of
-    the steps, and falls along a cosine.
-    """
-    return min((step + 1) / max(1, steps // 20), 0.5 + 0.5 * math.cos(math.pi * step / steps))
+def _removed(weight: Tensor) -> Tensor:
+    """Where no bit of a weight is set; -0.0 is a value like any other."""
+    return (weight == 0) & ~weight.signbit()
 
 
 def _heal(
@@ -223,22 +191,11 @@ def _heal(
     parameters = {name: block.model.get_parameter(name) for name in block.values}
     before = {name: values.clone() for name, values in block.values.items()}
     masters = {
-        name: values.to(torch.float32, copy=True).requires_grad_(True)
+        name: nn.Parameter(values.to(torch.float32, copy=True))
         for name, values in block.values.items()
     }
-    rate = rate_of(block.model.config, _BLOCK)
-    optimizer = torch.optim.Adam(
-        [
-            {"params": [values], "lr": rate_of_weight(values.detach(), rate)}
-            for values in masters.values()
-        ],
-        betas=(0.9, 0.95),
-        foreach=False,  # copies of one weight at a time
-    )
-    # Before a step, Adam asks CUDA for its stream, which takes memory of a GPU that is not used.
-    optimizer._accelerator_graph_capture_health_check = lambda: None  # type: ignore[method-assign]
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(share_of_rate, steps=steps))
-
+    masks = Masks({name: ~_removed(values) for name, values in before.items()})
+    adam = Adam(masters, masks, rate_of(block.model.config, _BLOCK))
     first = _mean_error(block, measuring)
     if not math.isfinite(first):
         raise UserError(
@@ -246,8 +203,10 @@ def _heal(
             "them. Values may exceed the dtype; give --dtype float32."
         )
     order = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
+    for step in range(steps):
         group = int(torch.randint(len(fitting), (), generator=order))
+        adam.share = share_of_rate(step, steps)
+        adam.begin()
         with block.pruned_weights():
             for parameter in parameters.values():
                 parameter.requires_grad_(True)
@@ -255,13 +214,11 @@ def _heal(
                 error = _error(block, number) / fitting.tokens[group]
                 error.backward()  # type: ignore[no-untyped-call]
             for name, parameter in parameters.items():
-                gradient = _sum_of_gradients(parameter)
-                # None for an expert that no token of the group reaches
-                masters[name].grad = None if gradient is None else gradient.mul_(before[name] != 0)
+                if parameter.grad is not None:
+                    masters[name].grad = parameter.grad.float()
                 parameter.requires_grad_(False)
                 parameter.grad = None
-        optimizer.step()
-        schedule.step()
+        adam.end()
         for name, values in block.values.items():
             values.copy_(masters[name].detach())
     last = _mean_error(block, measuring)
@@ -282,17 +239,6 @@ def _heal(
         target.name: Moved(in_stored_dtype(weights[target.name], target).clone(), record)
         for target in block.targets
     }
-
-
-def _sum_of_gradients(parameter: Tensor) -> Tensor | None:
-    """The gradient of a parameter over all ranks, float32; None if no rank has one."""
-    if ranks().count == 1:
-        return None if parameter.grad is None else parameter.grad.float()
-    total = torch.zeros_like(parameter, dtype=torch.float32)
-    if parameter.grad is not None:
-        total.copy_(parameter.grad)
-    ranks().add_up(total)
-    return total if bool(total.any()) else None
 
 
 def _error(block: Block, number: int) -> Tensor:

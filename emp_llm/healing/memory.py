@@ -111,12 +111,15 @@ class Sizes:
     @property
     def token(self) -> int:
         """Bytes that a block keeps of a token for its gradients: with d inputs and f neurons,
-        about 24 d + 8 f.
+        about 24 d + 8 f; with scores that are soft-capped (Gemma 2), 8 for each of them too.
         """
         of_expert = _value(self.config, "moe_intermediate_size", "intermediate_size")
         routed = _value(self.config, "num_experts_per_tok") * of_expert
         neurons = max(_value(self.config, "intermediate_size", "n_inner", "ffn_dim"), routed)
-        return 24 * self.width + 8 * (neurons or 4 * self.width)
+        scores = 0
+        if _text(self.config).get("attn_logit_softcapping"):
+            scores = _value(self.config, "num_attention_heads") * self.length
+        return 24 * self.width + 8 * (neurons or 4 * self.width) + 8 * scores
 
     def whole(self, at_once: int, checkpointing: bool, passes: int) -> Parts:
         """What healing the whole model takes.
@@ -153,12 +156,12 @@ class Sizes:
     def by_blocks(self, at_once: int) -> Parts:
         """What healing the largest block takes: its dense weights and those of the next one, and
         of each weight that moves its value before and now, in float32 too, a gradient in both
-        dtypes and two states of Adam.
+        dtypes and two moments of bfloat16.
         """
         size = 2 if self.in_bfloat16 else 4
         return {
             "weights": 2 * self.block + (2 * size + 4) * self.of_block,
-            "optimiser": 8 * self.of_block,
+            "optimiser": 4 * self.of_block,
             "gradients": (size + 4) * self.of_block,
             "activations": at_once * self.length * self.token,
             "step": _WORK * self.largest,
@@ -218,7 +221,6 @@ class HealingPlan:
         hidden_states: where they are kept.
         parts: bytes that it takes, by what takes them.
         free: bytes that are free on the devices.
-        ran_out: of memory.
     """
 
     by: Literal["model", "blocks"]
@@ -229,7 +231,6 @@ class HealingPlan:
     hidden_states: Place
     parts: Parts
     free: int
-    ran_out: bool = False
 
     @property
     def needed(self) -> int:
@@ -275,7 +276,6 @@ def plan_healing(
             memory, and no less time.
         hidden_states: where the user wants them.
         kept: the plan with which an interrupted run has begun to heal, on which its bytes depend.
-            If it ran out of memory, the next smaller one is taken.
 
     Raises:
         UserError: it fits neither whole nor block by block, cannot go block by block, or no longer
@@ -283,13 +283,6 @@ def plan_healing(
     """
     devices = devices_of(device_map)
     free = {str(device): free_on(device) for device in devices}
-    if kept is not None and kept.ran_out:
-        among = len(free) if kept.device_map == "balanced" else 1
-        below = sum(kept.parts.values()) // among - 1
-        free = {device: min(size, below) for device, size in free.items()}
-        if kept.by == "blocks" and not keeps_elsewhere(device_map):
-            device_map = "disk"
-        kept = None
     in_bfloat16 = all(has_bfloat16(device) for device in devices)
     sizes = Sizes.of(checkpoint, targets, heal, length, samples, in_bfloat16)
     plan = None

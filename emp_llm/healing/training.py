@@ -16,8 +16,8 @@ import logging
 import math
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
@@ -38,16 +38,15 @@ from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.declared import options_of
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.machine import (
-    OutOfMemory,
     default_modes,
+    enough_memory,
     has_bfloat16,
-    out_of_memory,
     trim_heap,
 )
 from emp_llm.common.progress import progress_bar, stage
 from emp_llm.common.ranks import ranks
-from emp_llm.healing.adam import Adam
-from emp_llm.healing.blocks import heal_blocks, rate_of, share_of_rate
+from emp_llm.healing.adam import Adam, rate_of, share_of_rate
+from emp_llm.healing.blocks import heal_blocks
 from emp_llm.healing.checks import (
     POSITIONS,
     SEQUENCES,
@@ -172,6 +171,7 @@ def heal_model(
         tempfile.TemporaryDirectory(prefix="emp-llm-heal-") as folder,
         stage("heal"),
         in_evaluation_mode(dense),
+        enough_memory(lambda: ("heal_model", model.device), tokens[:at_once]),
         _DenseLogits(dense, tokens) as dense_logits,
         tracking(report_to, "heal", {"steps": steps, "seed": seed}) as log,
     ):
@@ -304,9 +304,12 @@ def heal_folder(
     dtype = _dtype_on(plan.device, dtype)
     settings = {"steps": heal.steps, "seed": seed, "by": plan.by}
     tracked = partial(tracking, report_to, out.path.name, settings)
+    where = "healing", torch.device(plan.device)
+    or_else = "" if by_blocks else ", or give --device-map disk"
+    in_memory = partial(enough_memory, lambda: where, tokens[: plan.at_once], or_else)
     if by_blocks:
         moved = MovedWeights(out.work / "healing")
-        with stage("heal"), _less_the_next_time(out, plan), tracked() as log:
+        with stage("heal"), in_memory(), tracked() as log:
             record = heal_blocks(
                 load_model(dense, plan.device_map, dtype, trust, device=torch.device(plan.device)),
                 targets,
@@ -331,7 +334,7 @@ def heal_folder(
             try:
                 with (
                     stage("heal"),
-                    _less_the_next_time(out, plan),
+                    in_memory(),
                     _DenseLogits(
                         _teacher(dense, architecture, plan, dtype, trust),
                         tokens,
@@ -401,11 +404,12 @@ def steps_of_minutes(
     config = pruned.config.get("text_config") or pruned.config
     tokens = ranks().broadcast(torch.randint(config["vocab_size"], (SEQUENCES, length)))
     teacher = _teacher(dense, architecture, plan, _dtype_on(plan.device, dtype), trust)
+    device = torch.device(plan.device)
     numbers = range(SEQUENCES)
     with (
         stage("time two steps"),
         _DenseLogits(teacher, tokens, plan.hidden_states, expendable=True) as logits,
-        out_of_memory(lambda: "--heal-minutes: out of memory. Give --heal-steps."),
+        enough_memory(lambda: ("--heal-minutes", device), tokens[: plan.at_once]),
     ):
         logits.look_ahead(numbers, 0)
         model, masks, moving, _ = _to_train(architecture, recipe, heal, plan, trust)
@@ -456,21 +460,6 @@ def _to_train(
     norms = _norm_parameters(model, architecture) if heal.weights == "all" else []
     masks = stored_masks(checkpoint, chosen, model)
     return model, masks, [*dict.fromkeys(layers), *norms], norms
-
-
-@contextmanager
-def _less_the_next_time(out: OutputFolder, plan: HealingPlan) -> Iterator[None]:
-    """Where memory runs out inside this context, the same command goes on with a smaller plan."""
-    try:
-        yield
-    except OutOfMemory as error:
-        if plan.by == "blocks" and plan.at_once == 1:  # there is no smaller one
-            raise
-        out.note(healing_plan=asdict(replace(plan, ran_out=True)))
-        raise OutOfMemory(
-            f"healing: out of memory, with {count_of(plan.at_once, 'sequence')} at a time. The "
-            "same command goes on in a way that takes less."
-        ) from error
 
 
 def _teacher(
@@ -548,18 +537,13 @@ def train(
         log: gets the numbers of each step.
 
     Raises:
-        UserError: memory runs out, or the dense model's loss is not finite.
+        UserError: the dense model's loss is not finite.
     """
     healer, adam = _healer(model, dense_logits, tokens, masks, moving, at_once, checkpointing)
     order = order_of(len(tokens), steps, seed)
     every = max(1, steps // _MEASURES)
-    remedy = (
-        "healing: out of memory. Give a lower --batch-size or --seqlen, or heal block by "
-        "block with --device-map disk."
-    )
     with (
         closing(progress_bar(steps, "heal", "step")) as bar,
-        out_of_memory(lambda: remedy),
         progress.writing(adam),
     ):
         if not progress.measured:
@@ -620,7 +604,8 @@ def _healer(
     model.requires_grad_(False)
     model.eval()
     in_bfloat16 = has_bfloat16(model.device)
-    adam = Adam(model, moving, masks, rate_of(model.config), in_bfloat16)
+    parameters = {name: model.get_parameter(name) for name in moving}
+    adam = Adam(parameters, masks, rate_of(model.config), in_bfloat16)
     if in_bfloat16:
         _halve_others(model)
     if checkpointing:
