@@ -221,6 +221,7 @@ def _heal(
         adam.end()
         for name, values in block.values.items():
             values.copy_(masters[name].detach())
+    adam.finish()
     last = _mean_error(block, measuring)
     if not last < first:
         for name, values in block.values.items():

@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from emp_llm import (
-    calibrate,
     effective_mask,
     effective_mass,
     effective_mass_bound,
@@ -33,7 +32,6 @@ from emp_llm import (
     recipe_of,
     verify,
 )
-from emp_llm.calibration import passes
 from emp_llm.common.machine import has_float64
 from emp_llm.models.loading import load_model
 
@@ -272,30 +270,3 @@ def test_what_python_calls_on_a_device_without_float64(
         bound = effective_mass_bound(there.sum(1), 64)
         assert torch.equal(bound, effective_mass_bound(scores.sum(1), 64))
         assert prune_model(model, recipe_of("ria"), ids).masks
-
-
-# ---- a calibration that is resumed
-
-
-def test_sums_of_a_gpu_are_resumed(
-    models: Models, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    how: dict[str, Any] = {"calibration": str(text), "device_map": "cuda:1", "batch_size": 2} | TEXT
-    calibrate(models("llama"), output=tmp_path / "whole", **how)
-    monkeypatch.setattr(passes, "_SECONDS", 0.0)
-    monkeypatch.setattr(passes, "_RATIO", 0)
-    call = passes._call
-    begun: list[int] = []
-
-    def third_stops(*given: Any) -> None:
-        begun.append(1)
-        if len(begun) == 3:
-            raise KeyboardInterrupt
-        call(*given)
-
-    monkeypatch.setattr(passes, "_call", third_stops)
-    with pytest.raises(KeyboardInterrupt):
-        calibrate(models("llama"), output=tmp_path / "out", **how)
-    calibrate(models("llama"), output=tmp_path / "out", **how)
-    assert len(begun) == 3 + 2  # of four batches
-    assert (tmp_path / "out").read_bytes() == (tmp_path / "whole").read_bytes()

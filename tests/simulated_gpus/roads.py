@@ -320,7 +320,6 @@ def test_commands_that_run_no_model(data_free: Path, short_demo: Path, tmp_path:
         ("generate", "packed", "--device", "cpu", "--prompt", "One day", "--max-new-tokens", 2),
         ("report", data_free, "--output", "page", "--no-plots"),
         ("plan", "--models", short_demo, "--methods", "emp-magnitude", "--output", "study"),
-        ("status", "study"),
     ):
         uses_no_gpu(run(*words))
     assert oracle.shards(tmp_path / "unpacked") == oracle.shards(data_free)
