@@ -58,6 +58,9 @@ _READS = [(os, name) for name in ("preadv", "pread")]
 _READS += [(Path, "open")]  # type: ignore[list-item]
 
 
+OWN = f"{Path(__file__).parents[1] / 'docs' / 'own_criteria.py'}:column_share"
+
+
 @dataclass(frozen=True)
 class Case:
     """A run to torture: a command and its options. It writes `out` in the folder given to `run`.
@@ -106,6 +109,8 @@ def cases(model: Path, text: str = "demo", samples: int = 8, seqlen: int = 64) -
             room=10,
         ),
         Case("heal", heal, heals, room=10),
+        Case("heal by blocks", heal, heals | {"device_map": "disk"}, room=10),
+        Case("prune by scores of your own", prune, blocks | {"criterion": OWN}),
         Case("prune, best", prune, of_model | {"method": "best", "heal_steps": 4}, room=10),
         Case("prune, layers", prune, of_model | {"structure": "layers", "sparsity": 0.5}),
         Case(
