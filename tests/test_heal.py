@@ -1034,6 +1034,7 @@ def test_a_pass_that_fails_leaves_nothing_open(
     dense = AutoModelForCausalLM.from_pretrained(models("llama"))
     report = prune_model(copy.deepcopy(dense), recipe_of(method="magnitude"))
     bars = []
+    made = []
     closed = []
     calls = iter(range(100))
     owner: Any = Step if fails == "run" else BlockwiseModel
@@ -1051,12 +1052,16 @@ def test_a_pass_that_fails_leaves_nothing_open(
     with monkeypatch.context() as patch:
         patch.setattr(blockwise, "progress_bar", bar)
         patch.setattr(owner, fails, failing)
+        init = HiddenStates.__init__
+        patch.setattr(
+            HiddenStates, "__init__", lambda self, place: (made.append(self), init(self, place))[1]
+        )
         patch.setattr(HiddenStates, "close", lambda self: closed.append(self))
         with pytest.raises(_Killed):
             heal_model(dense, dense, tokens, masks=report.masks, steps=1)
     assert bars
     assert all(one.close.called for one in bars)
-    assert len(closed) >= len(bars)
+    assert {*map(id, made)} == {*map(id, closed)}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -179,7 +179,8 @@ def test_the_norms_are_those_of_both_texts_and_the_record_says_so(
         "--seqlen",
         LENGTH,
     )
-    assert "disk while calibrating" in command(*line, "--dry-run").stdout
+    dry_run = command(*line, "--execution", "blocks", "--dry-run")
+    assert "disk while calibrating" in dry_run.stdout
     command(*line, "--output", "out", "--device-map", "cpu")
     command("report", "out", "--output", "page", "--no-plots")
     assert ("a.txt, 3 x 24 tokens; chat.jsonl, 2 x 24 tokens") in (
