@@ -442,6 +442,13 @@ def test_a_dry_run_plans_without_counts(tmp_path: Path, how: dict[str, Any]) -> 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("how", [{"method": "wanda"}, {"structure": "neurons"}])
+@pytest.mark.parametrize("loss", ["nan", "-1%", "much", "0", "2"])
+def test_a_dry_run_refuses_a_wrong_budget(tmp_path: Path, how: dict[str, Any], loss: str) -> None:
+    with pytest.raises(UserError, match=f"^--loss .?{loss}"):
+        prune(DEMO, output=tmp_path / "out", dry_run=True, **(TEXT | {"loss": loss} | how))
+
+
 @pytest.mark.parametrize(
     ("how", "said"),
     [

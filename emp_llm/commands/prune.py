@@ -57,6 +57,11 @@ def _planned(recipe: Recipe, options: PruneOptions, given: GivenOptions) -> "Dry
     from emp_llm.runs.prune_run import find_inputs, plan_of
 
     _destination(options)
+    if options.loss is not None:
+        load_packages()
+        from emp_llm.runs.loss_budget import LossBudget
+
+        LossBudget.of(options.loss)
     inputs = find_inputs(recipe, options, given)
     if recipe.structure is not None:
         load_packages()
