@@ -210,6 +210,11 @@ MADE: dict[str, tuple[dict[str, Any], str, str]] = {
         "Then it was fine-tuned. The removed weights are still zero.",
         "Its other weights may differ from those of the base model",
     ),
+    "fine-tuned and healed": (
+        {"trained": True, "heal": {"steps": 30}, "healing": HEALING},
+        "Then it was trained: healed by .* It was also fine-tuned. The removed weights",
+        "Its other weights may differ from those of the base model",
+    ),
     "narrow": (
         {"structure": STRUCTURE, "structured": True},
         "without retraining, by EMP of whole MLP neurons",
@@ -250,7 +255,7 @@ def test_a_card_says_how_the_weights_were_made(checkpoint: Path, case: str, chec
     assert re.search(others, card)
     assert ("without retraining" in card) == (case in ("pruned", "narrow"))
     assert ("emp-llm heal pruned" in card) == ("healing" in changes)
-    since = " since it was fine-tuned" if case == "fine-tuned" else ""
+    since = " since it was fine-tuned" if changes.get("trained") else ""
     if checked:
         assert "Perplexity on text of lamps.txt that was held out, 2 x 32 tokens: 10 of" in card
         assert f"has not been evaluated on any other text or benchmark{since}." in card

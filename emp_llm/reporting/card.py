@@ -185,7 +185,8 @@ def _summary(report: RunReport) -> str:
         if not healing.best:
             text += " No step improved it, so its weights are those before the healing."
     if report.trained:
-        text += " Then it was fine-tuned."
+        # A record does not say which of the two came first.
+        text += " Then it was fine-tuned." if healing is None else " It was also fine-tuned."
         text += " The removed weights are still zero." if report.structure is None else ""
     return text
 
