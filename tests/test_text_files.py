@@ -123,7 +123,11 @@ def test_shuffled_rows_are_in_the_order_of_the_library(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xef"}\n', "line 2 is not UTF-8"),
         ("a.jsonl", b"[" * 100_000, "line 1 is nested too deeply"),
         ("a.jsonl", b"[]", "no column 'text'; its rows have no fields"),
-        ("a.jsonl", b'{"text": 5}\n', "in none of 1 row.*column=NAME"),
+        (
+            "a.jsonl",
+            b'{"text": 5}\n',
+            "column 'text' holds neither text nor conversations in any of 1 row.*=NAME",
+        ),
         ("a.json", b'{"text":\n5\n', "line 1 is not JSON"),
         ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], "damaged or incomplete"),
         ("a.jsonl.gz", b"no gzip", "damaged or incomplete"),

@@ -360,7 +360,7 @@ def text_rows(corpus: Corpus, seed: int = 0) -> Iterator[str | Chat | tuple[int,
                 f"{first:,}",
             )
     if not used:
-        found_in = f"in none of {count_of(number, 'row')}" if number else ": the file has no rows"
+        found_in = f"in any of {count_of(number, 'row')}" if number else ": the file has no rows"
         raise UserError(
             f"{corpus.source}: column {column!r} holds neither text nor conversations"
             f"{' ' if number else ''}{found_in}. Name a column of text with ,column=NAME."
