@@ -118,7 +118,7 @@ def test_a_ruined_model_is_told_with_what_to_try() -> None:
 
 
 def test_models_of_one_name_are_told_apart_by_as_few_folders_as_it_takes() -> None:
-    models = [model("/home/me/work/one/out"), model("/home/me/work/two/out")]
+    models = [model("/home/me/runs/one/out"), model("/home/me/runs/two/out")]
     head = compare(models).splitlines()[0].split()
     assert head == ["one/out", "two/out", "change"]
 
