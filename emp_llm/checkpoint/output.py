@@ -657,9 +657,7 @@ def _explain(error: BaseException | None, path: Path, kept: Sequence[Path]) -> N
 
 
 def _readers_of(sources: Sequence[Path]) -> int:
-    """Who may read all weights of some folders beside their owner, as bits of a mode: what is
-    private stays so.
-    """
+    """The read permissions that all source shards give to group and others, as bits of a mode."""
     modes = [
         shard.stat().st_mode
         for source in sources

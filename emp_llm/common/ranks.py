@@ -281,8 +281,7 @@ def _whole(name: str, default: int, minimum: int = 0) -> int:
 
 
 def _by_variables() -> tuple[Ranks, list[str]]:
-    """The ranks that the variables of torchrun tell of; and which are missing of those that the
-    ranks need to meet, where some are left over: then there is one rank.
+    """Ranks by torchrun's variables; and the missing ones, if only some are set: then one rank.
 
     Raises:
         UserError: a variable is wrong.

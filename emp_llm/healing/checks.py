@@ -60,7 +60,7 @@ def set_aside(sequences: int) -> int:
 
 
 def sequences_for(steps: int) -> int:
-    """The sequences of a text with which no step reads one twice."""
+    """How many sequences `steps` steps read if none is read twice."""
     return SEQUENCES * steps + SET_ASIDE
 
 

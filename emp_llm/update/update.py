@@ -84,8 +84,8 @@ class Update(Node, ABC):
 
     @property
     def restores_dense(self) -> bool:
-        """Whether a layer shall return what it returns in the dense model. Else it shall return
-        what its dense weights return on the same inputs.
+        """Whether the target is the dense model's output; if not, the dense weights' output on the
+        pruned inputs.
         """
         return True
 
