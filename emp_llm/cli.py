@@ -558,12 +558,6 @@ def main(arguments: list[str] | None = None) -> None:
     name = " ".join([name, *rest[:1]]) if name == "--completion" else name
 
     def answer(rank: int) -> None:
-        if name in ("run", "submit", "status", "collect"):  # until version 0.2
-            raise UserError(
-                f"{name} is no longer a command: Snakemake runs studies. Plan the study again with "
-                "emp-llm plan and the same options; its finished results are kept. emp-llm report "
-                "STUDY makes its tables."
-            )
         if name not in texts and name != "--complete":
             raise UserError(f"{name!r} is not a command.{did_you_mean(name, COMMANDS)}\n\n{usage}")
         with _may_be_cut_off():

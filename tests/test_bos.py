@@ -214,7 +214,6 @@ def test_the_models_own_text_begins_and_is_read_again(evaluable: Any) -> None:
     [
         ("a.txt,bos=first", "bos=first: bos: expected str matching regex '^(auto|each|none)$'"),
         ("a.txt,bos=each", "bos=each: the tokenizer has neither a bos_token nor an eos_token"),
-        ("rows.jsonl,image=text", "image=text: calibration on images is no longer there"),
     ],
 )
 def test_wrong_input(models: Any, command: Run, calibration: str, told: str) -> None:

@@ -205,14 +205,6 @@ def test_what_to_type_next(
     ]
 
 
-def test_studies_and_commands_of_earlier_versions(command: Run, tmp_path: Path) -> None:
-    (tmp_path / "plan.jsonl").write_text("{}\n")
-    shown = command("report", tmp_path, code=2).stderr
-    assert "Plan it again: emp-llm plan with the same options" in shown
-    shown = command("submit", tmp_path, code=2).stderr
-    assert "submit is no longer a command: Snakemake runs studies" in shown
-
-
 # The tables of real results.
 
 

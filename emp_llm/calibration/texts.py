@@ -257,11 +257,6 @@ def with_changes(corpus: Corpus, changes: str) -> Corpus:
         key, equals, value = map(str.strip, change.partition("="))
         if key == "file":
             value, items = with_path([change.partition("=")[2], *items])
-        if key == "image":
-            raise UserError(
-                f"{change}: calibration on images is no longer there. Leave it out, or give "
-                "batches with images to prune_model."
-            )
         if key not in FIELDS or not equals:
             raise UserError(
                 f"{change!r} after the comma: expected field=value with a field of "

@@ -56,10 +56,10 @@ def report(
     from emp_llm.checkpoint.output import check_folder, write_folder
     from emp_llm.reporting.page import SUMMARY, report_content
     from emp_llm.reporting.studies import read_inputs
-    from emp_llm.study.plan import is_study, read_study
+    from emp_llm.study.plan import STUDY_NAME, read_study
     from emp_llm.study.tables import study_markdown, study_results, study_text
 
-    study = runs[0] if len(runs) == 1 and is_study(runs[0]) else None
+    study = runs[0] if len(runs) == 1 and (runs[0] / STUDY_NAME).is_file() else None
     output = output or (Path("report") if study is None else study / "tables")
     results = None if study is None else study_results(study, read_study(study))
     inputs = runs if results is None else results.inputs

@@ -369,18 +369,6 @@ def read_study(folder: Path) -> Study:
     return converted(values, Study, str(path))
 
 
-def is_study(folder: Path) -> bool:
-    """Whether a folder holds a study. UserError for one that an earlier version planned."""
-    if (folder / STUDY_NAME).is_file():
-        return True
-    if (folder / "plan.jsonl").is_file():
-        raise UserError(
-            f"{folder}: an earlier version of emp-llm planned this study. Plan it again: emp-llm "
-            f"plan with the same options and --output {folder}; its finished results are kept."
-        )
-    return False
-
-
 def _given(**options: Any) -> list[str]:
     """Options with their values; nothing for None."""
     words = []
