@@ -852,26 +852,27 @@ def report(
     runs: list[Path],
     *,
     output: Path | str | None = ...,
+    against: str | None = ...,
     overwrite: bool = ...,
     title: str = ...,
     no_plots: bool = ...,
     verbose: bool = ...,
     quiet: bool = ...,
 ) -> ReportSummary:
-    """Report on finished runs: the redundancy of a model by layer, the cost of each β, and EMP
-    against its baselines.
+    """Report on finished runs: what each point cost, and how methods differ at the same sparsity.
 
-    Each model and choice of targets has its own section; they never share a curve. The output
-    folder holds report.md with figures/*.svg and *.png, and CSV tables with all digits. The same
-    input gives the same bytes.
+    Each model and choice of targets has its own section; they never share a table or a curve. The
+    output folder holds report.md with figures/*.svg and *.png, and points.csv with all digits. The
+    same input gives the same bytes.
 
     Of a study, tables.md is added: all its results so far, with the published values below.
 
-    Returns the names of the files, and the comparison of EMP with its baselines.
+    Returns the names of the files, and the tables.
 
     Args:
-        runs: Outputs of prune, sweep, measure, bench and evaluate; or the folder of a study.
+        runs: Outputs of prune, sweep, bench and evaluate; or the folder of a study.
         output: Folder to write; default: report, and of a study its tables.
+        against: Method or point that the others are compared with; default: the first.
         overwrite: Replace an existing report at the output.
         title: Heading of the page.
         no_plots: Write tables only, without matplotlib.
@@ -928,6 +929,7 @@ def sweep(
     emp_sparsities: str | None = ...,
     patterns: str | None = ...,
     matched_baselines: bool = ...,
+    against: str | None = ...,
     mask_device: Literal["cpu", "cuda"] = ...,
     output: Path | str | None = ...,
     overwrite: bool = ...,
@@ -998,6 +1000,7 @@ def sweep(
         patterns: N:M patterns of the other methods.
         matched_baselines: Add two uniform baselines to each emp point: the same total, and the same
             count in every matrix.
+        against: Method that the others are compared with in the table; default: the first.
         mask_device: Device that computes the masks. They are the same on both.
         output: Folder of the sweep; default: MODEL-sweep in the current folder.
         overwrite: Discard a sweep with other options at the output.
@@ -1056,6 +1059,7 @@ def sweep(
     emp_sparsities: str | None = ...,
     patterns: str | None = ...,
     matched_baselines: bool = ...,
+    against: str | None = ...,
     mask_device: Literal["cpu", "cuda"] = ...,
     output: Path | str | None = ...,
     overwrite: bool = ...,

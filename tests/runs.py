@@ -7,7 +7,7 @@ from typing import Any
 
 from emp_llm import prune
 from emp_llm.checkpoint.files import own_line
-from emp_llm.reporting.studies import MeasuredPoint, Study, read_inputs, studies
+from emp_llm.reporting.studies import Point, Study, read_inputs, studies
 
 
 def make_runs(models: Callable[[str], Path], text: Path, folder: Path) -> Path:
@@ -32,12 +32,12 @@ def make_runs(models: Callable[[str], Path], text: Path, folder: Path) -> Path:
 NAMES = ("emp", "emp-0.5", "uniform", "uniform-0.5", "half", "wanda")
 
 
-def read_points(paths: list[Path]) -> list[MeasuredPoint]:
+def read_points(paths: list[Path]) -> list[Point]:
     return read_inputs(paths)[0]
 
 
-def study_of(runs: Path, *names: str) -> Study:
-    (study,) = studies(read_points([runs / name for name in names or NAMES]))
+def study_of(runs: Path, *names: str, against: str | None = None) -> Study:
+    (study,) = studies(read_points([runs / name for name in names or NAMES]), against)
     return study
 
 

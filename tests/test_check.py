@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from emp_llm import measure, prune, prune_model, recipe_of
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation import perplexity
-from emp_llm.evaluation.comparison import compare
 from emp_llm.records.base import read_record
 from emp_llm.records.evaluation import CheckRecord, PerplexityRecord
 from emp_llm.records.results import MadeBy, ModelIdentity, PrunedBy, Results
 from emp_llm.records.run_report import RunReport
+from emp_llm.reporting.points import compare
 from emp_llm.reporting.run_tables import check_lines, pruning_lines
 from emp_llm.reporting.studies import read_inputs
 

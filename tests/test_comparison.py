@@ -15,7 +15,6 @@ from emp_llm.evaluation.comparison import (
     change_between,
     change_of,
     change_text,
-    compare,
     paired_error_of_losses,
     value_cell,
     values_of,
@@ -23,6 +22,7 @@ from emp_llm.evaluation.comparison import (
 from emp_llm.records.base import converted
 from emp_llm.records.evaluation import Measures, packed_answers
 from emp_llm.records.results import Results
+from emp_llm.reporting.points import compare
 from emp_llm.study.tables import published_values
 
 WIKITEXT = {

@@ -298,11 +298,7 @@ def test_sweep_measure_and_report_know_the_criterion(
     assert {point.beta: point.sparsity_of_targets for point in measured[-1].curve}[
         1
     ] == first.sparsity_of_targets
-    report(
-        runs=[tmp_path / "sweep", tmp_path / "measure.json"],
-        output=tmp_path / "page",
-        no_plots=True,
-    )
+    report(runs=[tmp_path / "sweep"], output=tmp_path / "page", no_plots=True)
     assert "my_ria" in (tmp_path / "page" / "report.md").read_text()
 
 

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -32,8 +33,8 @@ from emp_llm.records.run_report import read_report
 HOSTILE = "<script>alert('x')</script> $\\frac{$ & |a|_b_\x00\u202e\"quoted\""
 
 
-def markdown(runs: list[Path], output: Path) -> str:
-    report(runs, output=output, no_plots=True)
+def markdown(runs: list[Path], output: Path, **options: Any) -> str:
+    report(runs, output=output, no_plots=True, **options)
     return (output / "report.md").read_text()
 
 
@@ -51,7 +52,7 @@ def page(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_files_are_valid(page: Path, runs: Path) -> None:
     figures = {path.stem for path in (page / "figures").iterdir()}
-    assert figures == {"llama-perplexity-blocks-of-64", "llama-n-eff"}
+    assert figures == {"llama-perplexity-blocks-of-64"}
     for name in figures:
         root = ElementTree.parse(page / "figures" / f"{name}.svg").getroot()
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
@@ -63,7 +64,7 @@ def test_files_are_valid(page: Path, runs: Path) -> None:
             assert file.stat().st_size < 150_000
         assert f"(figures/{name}.svg)" in (page / "report.md").read_text()
     text = (page / "report.md").read_text()
-    assert [text.count(mark) for mark in ("\n# ", "\n![", "\n|---|")] == [0, 2, 3]
+    assert [text.count(mark) for mark in ("\n# ", "\n![", "\n|---|")] == [0, 1, 1]
     assert text.startswith("# Effective Model Pruning\n")
     rows = csv_rows(page / "points.csv")
     assert len(rows) == 7
@@ -71,25 +72,21 @@ def test_files_are_valid(page: Path, runs: Path) -> None:
         values = report_of(runs / row["point"])
         assert float(row["value"]) == values["evaluation"]["pruned"]["perplexity"]["perplexity"]
         assert float(row["sparsity_of_targets"]) == values["targets"]["sparsity_of_targets"]
-    gaps = csv_rows(page / "differences.csv")
-    assert [(row["point"], row["baseline"]) for row in gaps] == [
-        ("emp-0.5", "uniform-0.5"),
-        ("emp", "uniform"),
-    ]
-    for row in gaps:
-        assert float(row["change"]) == pytest.approx(
-            100 * (float(row["value"]) / float(row["baseline_value"]) - 1)
-        )
+    values = {row["point"]: float(row["value"]) for row in rows}
+    against = {row["point"]: row["against"] for row in rows if row["against"]}
+    assert against == {"uniform-0.5": "emp-0.5", "uniform": "emp"}
+    for row in rows[1:]:
+        changes = [(row["change"], "dense")]
+        changes += [(row["difference"], row["against"])] if row["against"] else []
+        for change, base in changes:
+            assert float(change) == pytest.approx(100 * (float(row["value"]) / values[base] - 1))
 
 
 def test_the_page_begins_with_what_was_pruned_its_cost_and_the_baseline(
-    page: Path, runs: Path
+    page: Path, runs: Path, tmp_path: Path
 ) -> None:
     text = (page / "report.md").read_text()
-    places = [
-        text.index(part)
-        for part in ("- model: ", "### All points", "### Is EMP better", "### Where")
-    ]
+    places = [text.index(part) for part in ("- model: ", "### Is EMP better", "\n![")]
     assert places == sorted(places)
     dense, pruned = (
         report_of(runs / "emp")["evaluation"][which]["perplexity"]["perplexity"]
@@ -102,35 +99,45 @@ def test_the_page_begins_with_what_was_pruned_its_cost_and_the_baseline(
         for name in ("sparsity_of_targets", "sparsity_of_all_parameters")
     )
     cost, gain = (signed(100 * (pruned / other - 1)) for other in (dense, base))
-    assert f"| emp | EMP-magnitude | 1 | 2 | {share} | {of_all} | {pruned:.3f} | {cost} ± " in text
-    against = (
-        f"| magnitude, uniform rows, as many weights in total | {share} | perplexity, blocks "
-        "of 64 |"
-    )
-    assert f"| EMP-magnitude | 1 {against} {pruned:.3f} | {base:.3f} | {gain} ± " in text
-    assert (
-        "No baseline has as many zeros as the point wanda. To make one: prune --method wanda "
-        "--match RUN." in text
-    )
+    row = f"| emp | EMP-magnitude | 1 | {share} | {of_all} | {pruned:.3f} | {cost} ± "
+    assert row in text
+    assert f"| uniform | magnitude, uniform rows |  | {share} | {of_all} | {base:.3f} | " in text
+    assert "| against EMP-magnitude |" in text
+    named = markdown([runs / "emp", runs / "uniform"], tmp_path / "named", against="magnitude")
+    line = next(line for line in named.splitlines() if line.startswith("| emp |"))
+    assert f"| {gain} ± " in line
 
 
-def test_the_page_without_evaluation_or_pruned_model_says_so(runs: Path, tmp_path: Path) -> None:
+def test_the_page_without_evaluation_says_so(runs: Path, tmp_path: Path) -> None:
     values = report_of(runs / "emp")
     del values["evaluation"]
-    assert "Not evaluated. The option --evaluate of prune" in markdown(
-        [save_run(tmp_path / "run", values)], tmp_path / "out"
-    )
-    entry = {
-        "criterion": "magnitude",
-        "order": 2.0,
-        "matrices": values["matrices"],
-        "targets": values["targets"],
-    }
-    measure = {"format": "emp-llm measure 3", "source": values["source"], "measures": [entry]}
-    (tmp_path / "measure.json").write_text(json.dumps(measure))
-    text = markdown([tmp_path / "measure.json"], tmp_path / "measured")
-    removed = f"{100 * values['targets']['sparsity_of_targets']:.2f}"
-    assert f"| EMP-magnitude: measured, not pruned | 1 | 2 | {removed} |" in text
+    text = markdown([save_run(tmp_path / "run", values)], tmp_path / "out")
+    assert "Not evaluated. The option --evaluate of prune" in text
+
+
+@pytest.mark.parametrize(("names", "asks"), [(("emp", "uniform"), 1), (("half", "uniform"), 0)])
+def test_a_heading_asks_about_emp_where_it_is_compared(
+    runs: Path, tmp_path: Path, names: tuple[str, str], asks: int
+) -> None:
+    """Otherwise the page says EMP nowhere but in its title."""
+    text = markdown([runs / name for name in names], tmp_path / "out")
+    assert text.count("### Is EMP better at the same sparsity?") == asks
+    assert text.count("### All points") == 1 - asks
+    assert asks or "EMP" not in text
+
+
+def test_a_single_sparsity_is_drawn_as_bars(runs: Path, tmp_path: Path) -> None:
+    """A bar for each point, with its value; lines have markers."""
+    drawn = {}
+    for names in (("emp", "uniform"), ("emp", "uniform", "half")):
+        report([runs / name for name in names], output=tmp_path / f"{len(names)}")
+        (figure,) = (tmp_path / f"{len(names)}" / "figures").glob("*.svg")
+        drawn[len(names)] = figure.read_text()
+    values = [report_of(runs / name)["evaluation"]["pruned"] for name in ("emp", "uniform")]
+    assert all(f">{value['perplexity']['perplexity']:.4g}<" in drawn[2] for value in values)
+    assert ["weights removed, %" in drawn[count] for count in (2, 3)] == [False, True]
+    text = (tmp_path / "2" / "report.md").read_text()
+    assert re.search(r"\nPerplexity, blocks of 64 at \d+ % of weights removed; ±: two stand", text)
 
 
 def with_accuracies(runs: Path, folder: Path, answers: bool) -> list[Path]:
@@ -157,29 +164,24 @@ def with_accuracies(runs: Path, folder: Path, answers: bool) -> list[Path]:
 
 
 def test_errors_of_accuracies_are_named_unpaired(runs: Path, tmp_path: Path) -> None:
-    """Below both tables; answers to the same examples are paired."""
+    """Below the table; answers to the same examples are paired."""
     folders = with_accuracies(runs, tmp_path, answers=False)
-    summary = report(folders, output=tmp_path / "out", no_plots=True)
+    summary = report(folders, output=tmp_path / "out", no_plots=True, against="magnitude")
     assert "\n‡ unpaired standard error" in summary.text
-    row = next(line for line in summary.text.splitlines() if "t acc" in line)
+    row = next(line for line in summary.text.splitlines() if line.startswith("emp "))
     assert "‡" in row
-    text = (tmp_path / "out" / "report.md").read_text()
-    points = text.index("### All points")
-    differences = text.index("### Is EMP better")
-    assert "unpaired" in text[points:differences]
-    assert "unpaired" in text[differences : text.index("### Where")]
-    text = markdown(with_accuracies(runs, tmp_path, answers=True), tmp_path / "paired")
+    assert "unpaired" in (tmp_path / "out" / "report.md").read_text()
+    folders = with_accuracies(runs, tmp_path, answers=True)
+    text = markdown(folders, tmp_path / "paired", against="magnitude")
     # differences 1, -1, -1 and seven times 0: mean -0.1, squares 3
     error = 100 * math.sqrt((3 - 10 * 0.1**2) / 9 / 10)
-    assert f"| -10.00 ± {error:.2f} | no clear difference |" in text
-    assert "its paired standard error" in text
+    assert f"| -10.00 ± {error:.2f} |" in text
+    assert "± paired standard error" in text
     assert "unpaired" not in text.lower()
-    (row,) = (
-        row
-        for row in csv_rows(tmp_path / "paired" / "differences.csv")
-        if row["measure"] == "t acc"
-    )
-    assert (float(row["stderr"]), row["paired"]) == (pytest.approx(error), "true")
+    rows = csv_rows(tmp_path / "paired" / "points.csv")
+    (row,) = (row for row in rows if (row["measure"], row["point"]) == ("t acc", "emp"))
+    found = (row["against"], float(row["difference_stderr"]), row["difference_paired"])
+    assert found == ("uniform", pytest.approx(error), "true")
 
 
 def test_the_same_input_gives_the_same_bytes(runs: Path, tmp_path: Path) -> None:
@@ -201,7 +203,7 @@ def test_the_same_input_gives_the_same_bytes(runs: Path, tmp_path: Path) -> None
         line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "EMP − baseline" in done.stdout
+    assert "against EMP-magnitude" in done.stdout
     one, two = (
         {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
         for name in ("one", "two")
@@ -213,14 +215,14 @@ def test_hostile_names_are_escaped(runs: Path, tmp_path: Path) -> None:
     values = report_of(runs / "emp")
     values["source"]["model"] = values["evaluation"]["suite"] = HOSTILE
     values["recipe"]["targets"]["layers"] = [HOSTILE]
-    for entry in values["matrices"].values():
-        entry["role"] = HOSTILE * 20 + entry["role"]
-    folder = save_run(tmp_path / "run", values)
+    other = json.loads(json.dumps(values))
+    other["evaluation"]["pruned"]["perplexity"]["perplexity"] *= 2
+    folders = [save_run(tmp_path / "run", values), save_run(tmp_path / "run $2$", other)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # matplotlib warns of missing room and unknown letters
-        report([folder], output=tmp_path / "out", title=HOSTILE)
+        report(folders, output=tmp_path / "out", title=HOSTILE)
     figures = list((tmp_path / "out" / "figures").glob("*.svg"))
-    assert len(figures) == 1  # none of the perplexity: there is no curve through one point
+    assert len(figures) == 1
     for figure in figures:
         ElementTree.parse(figure)
     text = (tmp_path / "out" / "report.md").read_text()
@@ -235,7 +237,7 @@ def test_without_matplotlib_the_error_names_the_extra_and_tables_work(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match=r"pip install matplotlib"):
-        report([runs / "emp"], output=tmp_path / "out")
+        report([runs / "emp", runs / "half"], output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
     report([runs / "emp"], output=tmp_path / "out", no_plots=True)
     names = ["points.csv", "report.json", "report.md"]
@@ -271,7 +273,7 @@ def test_an_infinite_perplexity_is_shown(runs: Path, tmp_path: Path) -> None:
     summary = report(folders, output=tmp_path / "out")
     lines = (tmp_path / "out" / "report.md").read_text().splitlines()
     (row,) = (line for line in lines if line.startswith("| ruined |"))
-    assert [cell.strip() for cell in row.split("|")[-3:-1]] == ["infinite", "+inf %"]
+    assert [cell.strip() for cell in row.split("|")[-4:-2]] == ["infinite", "+inf %"]
     assert "+inf %" in summary.text
     assert (
         sum(math.isinf(float(row["value"])) for row in csv_rows(tmp_path / "out" / "points.csv"))
@@ -347,7 +349,7 @@ def test_a_missing_input_is_named_before_the_output(
     (tmp_path / "report" / "thesis.tex").write_text("years of work")
     done = command("report", "nope", code=2)
     assert done.stderr.startswith(
-        "error: nope: no such file or folder; give the output of prune, sweep, measure or bench"
+        "error: nope: no such file or folder; give the output of prune, sweep or bench"
     )
     assert "--output" not in done.stderr
     done = command("report", "report", code=2)
@@ -384,7 +386,7 @@ def test_a_page_names_no_folders_of_its_writer(
     made = sorted(path.name for path in tmp_path.iterdir())
     start = f"{NAMES[0]}-perplexity-file={text.name}-seqlen=32"
     assert made == [f"{start}-baseline.json", f"{start}.json"]
-    command("report", runs / NAMES[0], *made, "--output", "page")
+    command("report", runs / NAMES[0], runs / "half", *made, "--output", "page")
     assert not logging.getLogger("matplotlib.font_manager").isEnabledFor(logging.INFO)
     pages = [path.read_text() for path in (tmp_path / "page").rglob("*.[mcs]*") if path.is_file()]
     assert len(pages) >= 3

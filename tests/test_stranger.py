@@ -231,7 +231,7 @@ DOORS = {
     "verify with the source": "verify st --source M",
     "heal": "heal st --dense M --calibration T --samples 16 --seqlen 32 --heal-steps 1 "
     "--device-map cpu --output healed",
-    "report": "report st sweep results.json measure.json --no-plots --output page",
+    "report": "report st sweep results.json --no-plots --output page",
     "prune --match": "prune --model M --method magnitude --match st --output matched",
     "prune --activations": "prune --model M --activations norms.safetensors --output by-norms",
     "prune again": "prune --model st --method emp-magnitude --output again",

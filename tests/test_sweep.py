@@ -30,7 +30,7 @@ from emp_llm.options.flat import RecipeWords
 from emp_llm.options.recipe import Match, Pattern, Recipe
 from emp_llm.options.sweep import SweepOptions, plan_points
 from emp_llm.records.sweep import read_sweep
-from emp_llm.reporting.run_tables import sweep_table
+from emp_llm.reporting.points import sweep_table
 from emp_llm.runs.sweep_folder import SweepFolder
 
 Models = Callable[[str], Path]
@@ -510,12 +510,16 @@ def test_from_the_command_line(
         "magnitude-0.5",
         "emp-wanda-beta-0.5",
     }
-    assert "partial" in lines[-1]
-    assert any(
-        "no emp point removes as much as a point of another method; --emp-sparsities" in line
-        for line in lines
-    )
+    assert any(line.startswith("* partial: ") for line in lines)
+    assert lines[-1].startswith("no two methods have as many zeros, within 1 % of the targets, ")
     assert "3 of 3" in done.stderr
+    again = command(*line, "--matched-baselines", "--against", "wanda").stdout.splitlines()
+    column = again[0].index("against Wanda, uniform rows")
+    found = {row.split()[0]: row[column:].split() for row in again[2:10]}
+    points = ("emp-wanda-beta-0.5", "emp-wanda-beta-1")
+    compared = {*points, *(f"wanda-matrix-as-{point}" for point in points)}
+    assert {name for name, cells in found.items() if cells} == compared
+    assert found["emp-wanda-beta-1"][1] == "±"
 
 
 # Wrong options, and wrong runs to match: the error names the option, and nothing is written
@@ -556,6 +560,7 @@ GOOD: Record = {
             "--count-by magnitude is for emp methods",
         ),
         ({"suite": "perplexty"}, "Did you mean perplexity"),
+        ({"against": "ria"}, "--against ria: no point is of this method; name one of them: emp-"),
     ],
 )
 def test_wrong_options(models: Models, tmp_path: Path, changes: Record, says: str) -> None:

@@ -95,7 +95,6 @@ def evaluate(
     from emp_llm.checkpoint.locks import locked
     from emp_llm.common.machine import free_memory
     from emp_llm.common.progress import stage
-    from emp_llm.evaluation.comparison import compare
     from emp_llm.evaluation.evaluate import evaluate_model, missing, prepare_suite
     from emp_llm.evaluation.harness import Harness, parse_batch_size
     from emp_llm.evaluation.results import (
@@ -107,6 +106,7 @@ def evaluate(
     from emp_llm.hub.local_model import find_model
     from emp_llm.models.loading import load_tokenizer
     from emp_llm.models.placement import parse_device_map, quantization_of
+    from emp_llm.reporting.points import compare
 
     if runtime == "sparse":
         if quantized.load_in_8bit or quantized.load_in_4bit:

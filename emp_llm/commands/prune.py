@@ -261,10 +261,10 @@ def _write(
 
 def show(result: "RunReport | DryRun") -> None:
     """Print the result of a run, or the plan of a dry run."""
+    from emp_llm.reporting.points import evaluation_table
     from emp_llm.reporting.run_tables import (
         check_lines,
         dry_run_table,
-        evaluation_table,
         fit_lines,
         healing_lines,
         loss_lines,

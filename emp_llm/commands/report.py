@@ -1,4 +1,4 @@
-"""`emp-llm report`: runs, sweeps, measures and results files -> a page, figures and tables."""
+"""`emp-llm report`: runs, sweeps and results files -> a page, figures and a table of points."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ class ReportSummary:
     Attributes:
         output: its folder.
         files: the names of its files.
-        text: the comparison of EMP with its baselines, or the tables of a study, for a terminal.
+        text: the tables of points, for a terminal.
     """
 
     output: Path
@@ -29,7 +29,7 @@ def report(
     runs: Annotated[
         list[Path],
         Opt(
-            "Outputs of prune, sweep, measure, bench and evaluate; or the folder of a study.",
+            "Outputs of prune, sweep, bench and evaluate; or the folder of a study.",
             argument=True,
             metavar="RUNS...",
         ),
@@ -38,20 +38,23 @@ def report(
     output: Annotated[
         Path | None, Opt("Folder to write; default: report, and of a study its tables.")
     ] = None,
+    against: Annotated[
+        str | None,
+        Opt("Method or point that the others are compared with; default: the first."),
+    ] = None,
     overwrite: Annotated[bool, Opt("Replace an existing report at the output.")] = False,
     title: Annotated[str, Opt("Heading of the page.")] = "Effective Model Pruning",
     no_plots: Annotated[bool, Opt("Write tables only, without matplotlib.")] = False,
 ) -> ReportSummary:
-    """Report on finished runs: the redundancy of a model by layer, the cost of each β, and EMP
-    against its baselines.
+    """Report on finished runs: what each point cost, and how methods differ at the same sparsity.
 
-    Each model and choice of targets has its own section; they never share a curve. The output
-    folder holds report.md with figures/*.svg and *.png, and CSV tables with all digits. The same
-    input gives the same bytes.
+    Each model and choice of targets has its own section; they never share a table or a curve. The
+    output folder holds report.md with figures/*.svg and *.png, and points.csv with all digits. The
+    same input gives the same bytes.
 
     Of a study, tables.md is added: all its results so far, with the published values below.
 
-    Returns the names of the files, and the comparison of EMP with its baselines.
+    Returns the names of the files, and the tables.
     """
     from emp_llm.checkpoint.output import check_folder, write_folder
     from emp_llm.reporting.page import SUMMARY, report_content
@@ -61,11 +64,11 @@ def report(
 
     study = runs[0] if len(runs) == 1 and (runs[0] / STUDY_NAME).is_file() else None
     output = output or (Path("report") if study is None else study / "tables")
-    results = None if study is None else study_results(study, read_study(study))
+    results = None if study is None else study_results(study, read_study(study), against)
     inputs = runs if results is None else results.inputs
     points, benches = read_inputs(inputs) if inputs else ([], [])
     check_folder(output, overwrite, SUMMARY)
-    files, text = report_content(points, benches, title, not no_plots)
+    files, text = report_content(points, benches, title, not no_plots, against)
     if results is not None:
         files["tables.md"] = study_markdown(results).encode()
         text = study_text(results)
@@ -74,7 +77,7 @@ def report(
 
 
 def show(summary: ReportSummary) -> None:
-    """Print the comparison of EMP with its baselines, and the location of the report."""
+    """Print the tables of points, and the location of the report."""
     print(summary.text)
     print(
         f"{count_of(len(summary.files), 'file')} in {summary.output}; open "

@@ -4,6 +4,8 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
+
 from emp_llm.calibration.texts import self_notes
 from emp_llm.cli import command
 from emp_llm.common.errors import count_of, format_bytes
@@ -41,6 +43,12 @@ class SweepDryRun:
     disk_bytes: int
 
 
+class _Swept(Sweep, kw_only=True):
+    """A sweep, and the baseline of its table."""
+
+    against: str | None
+
+
 @command
 def sweep(
     model: ModelOptions,
@@ -70,7 +78,8 @@ def sweep(
     if options.dry_run:
         return _planned(run)
     with run.folder.locked():
-        return sweep_points(run, shared)
+        record = sweep_points(run, shared)
+    return _Swept(**msgspec.structs.asdict(record), against=options.against)
 
 
 def _planned(run: "SweepRun") -> SweepDryRun:
@@ -109,6 +118,6 @@ def show(result: Sweep | SweepDryRun) -> None:
         if result.disk_bytes:
             print(f"disk: {format_bytes(result.disk_bytes)} for the checkpoints")
         return
-    from emp_llm.reporting.run_tables import sweep_table
+    from emp_llm.reporting.points import sweep_table
 
-    print(sweep_table(result))
+    print(sweep_table(result, result.against if isinstance(result, _Swept) else None))

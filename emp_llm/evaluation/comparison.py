@@ -1,5 +1,4 @@
-"""The results of several models as one table. The first is the baseline; the others show their
-change from it.
+"""Measured values, and changes between models with their errors.
 
 Accuracies are in percent with their standard errors, and their changes in points. Changes of other
 measures are in percent. A change has a paired standard error if both models were judged on the same
@@ -11,16 +10,12 @@ independent samples.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePath
 from typing import Any
 
-from emp_llm.common.errors import count_of
-from emp_llm.common.tables import markdown_table, percent_cell, table
 from emp_llm.options.recipe import Match, Pattern, Recipe
 from emp_llm.records.evaluation import Measures, PerplexityRecord, TaskRecord
-from emp_llm.records.results import Results
 
 _ACCURACIES = ("acc", "acc_norm")  # shares in any file, whose names need no "%"
 
@@ -112,6 +107,15 @@ def in_percent(name: str) -> bool:
     return name.startswith("mean acc of ") or any(
         word in (*_ACCURACIES, "%") for word in name.split(" ")[1:]
     )
+
+
+def main_measures(names: Iterable[str]) -> list[str]:
+    """The measures to show of many points: the perplexity, and the mean accuracy or, without
+    one, every task.
+    """
+    perplexities = [name for name in names if name.startswith("perplexity")]
+    others = [name for name in names if name not in perplexities]
+    return perplexities + ([name for name in others if name.startswith("mean acc of ")] or others)
 
 
 def formatted(value: float, digits: int = 3) -> str:
@@ -394,119 +398,3 @@ def advice(recipe: Recipe, dense: float, pruned: float) -> list[str]:
         flags.append("--loss 2%")
     listed = f"{', '.join(flags[:-1])} or {flags[-1]}" if len(flags) > 1 else flags[0]
     return [f"The perplexity rises by more than a half. This would cost less: {listed}"]
-
-
-# The table.
-
-
-UNPAIRED_NOTE = (
-    f"{UNPAIRED} unpaired standard error, usually too large: the results do not hold both models' "
-    "answers to the same examples"
-)
-
-
-def compare(models: list[Results], form: str = "terminal", labels: list[str] | None = None) -> str:
-    """The results of one suite as a table, with footnotes.
-
-    Args:
-        models: the baseline first.
-        form: terminal or markdown.
-        labels: column headings; default: the models' names without owner or path.
-    """
-    labels = labels or _labels(models)
-    measured = [values_of(model.measures) for model in models]
-    notes = _notes(models, labels, measured)
-    head = ["", labels[0]]
-    for label in labels[1:]:
-        head += [label, "change"]
-    rows = [head]
-    for name in dict.fromkeys(name for values in measured for name in values):
-        base = measured[0].get(name)
-        row = [name, value_cell(name, base)]
-        for values in measured[1:]:
-            row += [value_cell(name, values.get(name)), shown_change(name, base, values.get(name))]
-        rows.append(row)
-    form_table, gap = (markdown_table, "\n\n") if form == "markdown" else (table, "\n")
-    return gap.join([form_table(rows), *notes])
-
-
-def change_notes(
-    names: list[str], base: dict[str, Value], others: list[dict[str, Value]]
-) -> list[str]:
-    """Footnotes on the standard errors of the changes in a table."""
-    changes = [
-        change_of(name, values[name], base[name])
-        for values in others
-        for name in names
-        if name in base and name in values
-    ]
-    notes = []
-    if any(change.stderr is not None and change.paired for change in changes):
-        notes.append(
-            "changes ± paired standard error: both models judged on the same examples and "
-            "blocks of text"
-        )
-    if not all(change.paired for change in changes):
-        notes.append(UNPAIRED_NOTE)
-    return notes
-
-
-def _notes(
-    models: list[Results],
-    labels: list[str],
-    measured: list[dict[str, Value]],
-) -> list[str]:
-    notes = []
-    removed = {
-        label: model.pruned.sparsity_of_targets
-        for label, model in zip(labels, models, strict=True)
-        if model.pruned
-    }
-    if removed and max(removed.values()) - min(removed.values()) > 0.01:
-        shares = ", ".join(f"{label} {percent_cell(share)} %" for label, share in removed.items())
-        notes.append(f"the models differ in their zeros: {shares} of the targets")
-    if any(value.partial for values in measured for value in values.values()):
-        notes.append("* partial: only some of the examples or of the text")
-    first = models[0].measures
-    text = models[0].made_by.text
-    bos = "" if text is None else text.bos_note
-    extent = (
-        [f"{count_of(first.perplexity.tokens, 'token')}{bos}"]
-        if first.perplexity is not None
-        else []
-    )
-    if first.tasks:
-        counts = [count for record in first.tasks.values() for count in record.n_samples.values()]
-        extent.append(f"{count_of(sum(count.effective for count in counts), 'example')} by lm-eval")
-    notes.append(f"suite {models[0].suite}: {', '.join(extent)}")
-    names = list(dict.fromkeys(name for values in measured for name in values))
-    if any(in_percent(name) for name in names):
-        notes.append("accuracies in percent ± standard error; their changes in points")
-    notes += change_notes(names, measured[0], measured[1:])
-    dense, *others = (
-        None if model.perplexity is None else model.perplexity.perplexity for model in models
-    )
-    for model, label, after in zip(models[1:], labels[1:], others, strict=True):
-        if dense and after and models[0].pruned is None and model.pruned is not None:
-            notes += [f"{label}: {line}" for line in advice(model.pruned.recipe, dense, after)]
-    return notes
-
-
-def _labels(models: list[Results]) -> list[str]:
-    """The models' names with their quantisation: the shortest ends of their paths that differ; else
-    with the revision on the Hub.
-    """
-    bits = [
-        f" {model.made_by.quantization.bits}" if model.made_by.quantization else ""
-        for model in models
-    ]
-    at = [f"@{model.revision[:8]}" if model.revision else "" for model in models]
-
-    def ends(parts: int) -> list[str]:
-        return [str(PurePath(*PurePath(model.model).parts[-parts:])) for model in models]
-
-    for parts in range(1, max(len(PurePath(model.model).parts) for model in models) + 1):
-        labels = [end + suffix for end, suffix in zip(ends(parts), bits, strict=True)]
-        if len(set(labels)) == len(labels):
-            return labels
-    return [end + mark + suffix for end, mark, suffix in zip(ends(2), at, bits, strict=True)]

@@ -46,6 +46,10 @@ class SweepOptions(PointOptions):
             "in every matrix."
         ),
     ] = False
+    against: Annotated[
+        str | None,
+        Opt("Method that the others are compared with in the table; default: the first."),
+    ] = None
     mask_device: MaskDevice = "cpu"
     output: Annotated[
         Path | None, Opt("Folder of the sweep; default: MODEL-sweep in the current folder.")
@@ -130,6 +134,12 @@ def plan_points(options: SweepOptions, shared: RecipeWords) -> list[SweepPoint]:
         for pattern in patterns:
             add(f"{method}-{pattern.replace(':', 'of')}", method=method, pattern=pattern)
     check_used(shared, unused, "--methods")
+    named = dict.fromkeys(point.recipe.method for point in points.values())
+    if options.against not in (None, *named):
+        raise UserError(
+            f"--against {options.against}: no point is of this method; name one of them: "
+            f"{', '.join(named)}."
+        )
     return list(points.values())
 
 

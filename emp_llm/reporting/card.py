@@ -17,7 +17,6 @@ from jinja2 import Environment, FileSystemLoader
 from emp_llm.common.errors import count_of
 from emp_llm.common.paths import ACTIVATIONS_NAME, CARD_MARK, CARD_NAME
 from emp_llm.common.tables import Rows, markdown_code, markdown_table, markdown_text, printable_text
-from emp_llm.evaluation.comparison import compare
 from emp_llm.evaluation.results import results_of_report
 from emp_llm.options.recipe import ByCost, Given, Match, Own, Share
 from emp_llm.records.bench import Bench
@@ -26,6 +25,7 @@ from emp_llm.records.results import Results
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import ModelSource
 from emp_llm.reporting import run_tables
+from emp_llm.reporting.points import compare, evaluation_table
 
 logger = logging.getLogger(__name__)
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -116,7 +116,10 @@ def card_text(
     measured = results_of_report(report)
     suites = by_suite(evaluated, this)
     structure = report.structure
-    tables = [compare(measured, "markdown", ["dense", "pruned"])] if len(measured) == 2 else []
+    tables = [
+        evaluation_table(report, "markdown"),
+        *(compare(suite, "markdown") for suite in suites),
+    ]
     of_this = [results for results in measured if results.pruned is not None]
     of_this += [
         results for suite in suites for results in suite if results.made_by.model.identity == this
@@ -157,7 +160,7 @@ def card_text(
         saved=manifest is not None and manifest.source.identity is None,
         check=_check(report),
         removed=markdown_table(removed),
-        tables=[*tables, *(compare(suite, "markdown") for suite in suites)],
+        tables=list(filter(None, tables)),
         speeds=markdown_table(run_tables.speed_rows(benches)) if benches else "",
         speed_note=run_tables.SPEED_NOTE,
         reproduction=markdown_table(_reproduction_rows(report, origin)),

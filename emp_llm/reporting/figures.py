@@ -4,29 +4,17 @@ imports matplotlib.
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from textwrap import fill
 from typing import Any
 
-import numpy as np
-
 from emp_llm.common.errors import UserError, printable, reason
 from emp_llm.evaluation.comparison import in_percent
-from emp_llm.reporting.run_tables import main_measures
-from emp_llm.reporting.studies import (
-    Curve,
-    Difference,
-    Grid,
-    Study,
-    StudySuite,
-    curves,
-    differences,
-    label_of,
-    lower_is_better,
-)
+from emp_llm.reporting.points import main_columns
+from emp_llm.reporting.studies import Curve, Study, StudySuite, curves
 
 WIDTH = 8.0  # inches
 _DPI = 150
@@ -36,7 +24,6 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 GREY = "#666666"
 _TITLE = 76  # characters of a line of a title
 LABEL = 36  # characters of a name that fit beside a panel
-N_EFF = r"$N_\mathrm{eff}$"  # for labels with parse_math=True
 _STYLE: dict[str, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Helvetica", "Arial", "sans-serif"],
@@ -70,7 +57,6 @@ class Drawing:
         name: of its files, without extension; unique in a report.
         title, caption: title in a few words; explanation in sentences.
         svg, png: the content of the files.
-        suite: key of the suite on which it compares methods; empty: it compares none.
     """
 
     name: str
@@ -78,7 +64,6 @@ class Drawing:
     caption: str
     svg: bytes
     png: bytes
-    suite: str = ""
 
 
 @contextmanager
@@ -103,7 +88,7 @@ def new_figure(height: float) -> Iterator[Any]:
         yield Figure(figsize=(WIDTH, height), layout="constrained")
 
 
-def drawn(figure: Any, name: str, title: str, caption: str, suite: str = "") -> Drawing:
+def drawn(figure: Any, name: str, title: str, caption: str) -> Drawing:
     """Render a finished figure as SVG and PNG, without dates or versions; call it within the
     context of `new_figure`.
     """
@@ -119,7 +104,7 @@ def drawn(figure: Any, name: str, title: str, caption: str, suite: str = "") -> 
     figure.savefig(
         png, format="png", dpi=_DPI, metadata={"Software": None}, pil_kwargs={"optimize": True}
     )
-    return Drawing(name, title, caption, svg.getvalue(), png.getvalue(), suite)
+    return Drawing(name, title, caption, svg.getvalue(), png.getvalue())
 
 
 def slug(text: str) -> str:
@@ -132,98 +117,102 @@ def slug(text: str) -> str:
     return "-".join(words)[:60]
 
 
-_LINES = {"emp": "-", "total": "--", "matrix": ":"}
 _LOG_FROM = 3.0  # ratio of largest to smallest perplexity above which its axis is logarithmic
-# More would exceed the height of an image.
-_MOST_MAPS = 24
-_MOST_ROWS = 48
 
 
 def draw(study: Study, title: str) -> list[Drawing]:
-    """All figures for which a study has data; their names begin with `title` in letters, digits
-    and hyphens.
+    """A figure of each main measure; their names begin with `title` in letters, digits and hyphens.
+    None of a single point.
     """
     name = slug(title) or "model"
     drawings = []
-    for number, suite in enumerate(study.suites, 1):
-        for measure in main_measures(suite.measures):
-            drawing = _sparsity_figure(
-                study, suite, measure, name if number == 1 else f"{name}-suite{number}"
-            )
-            drawings += [] if drawing is None else [drawing]
-    if study.measured:
-        drawings.append(_heat_maps(study, study.measured[:_MOST_MAPS], f"{name}-n-eff"))
+    for suite, measure in main_columns(study):
+        number = study.suites.index(suite) + 1
+        lines = curves(study, suite, measure)
+        if sum(len(curve.dots) for curve in lines) > 1:
+            of = name if number == 1 else f"{name}-suite{number}"
+            drawings.append(_figure(study, suite, measure, lines, of))
     return drawings
 
 
-def _sparsity_figure(study: Study, suite: StudySuite, measure: str, name: str) -> Drawing | None:
-    """A measure against sparsity; below it, the differences between EMP and its baselines. None for
-    a single sparsity: the tables say it all.
+def _figure(
+    study: Study, suite: StudySuite, measure: str, lines: list[Curve], name: str
+) -> Drawing:
+    """A measure against sparsity, a line for each method; of a single sparsity, a bar for each
+    point.
     """
-    lines = curves(study, suite, measure)
-    if len({dot.sparsity for curve in lines for dot in curve.dots}) < 2:
-        return None
-    gaps = [
-        difference
-        for difference in differences(study, suite)
-        if difference.measure == measure and math.isfinite(difference.change.value)
-    ]
+    dots = [dot for curve in lines for dot in curve.dots]
+    low, high = (100 * end(dot.sparsity for dot in dots) for end in (min, max))
     styles = _styles(lines)
     dense = suite.dense.get(measure)
-    with new_figure(6.4 if gaps else 3.9) as figure:
-        heights = (3, 2) if gaps else (1,)
-        panels = figure.subplots(
-            len(heights), 1, sharex=True, squeeze=False, height_ratios=heights
-        )[:, 0]
-        main = panels[0]
-        for curve in lines:
-            main.errorbar(
-                [100 * dot.sparsity for dot in curve.dots],
-                [dot.value for dot in curve.dots],
-                yerr=[2 * (dot.stderr or 0.0) for dot in curve.dots],
-                elinewidth=0.8,
-                **styles[curve],
-            )
-        main.set_ylabel(f"{measure}, %" if in_percent(measure) else measure)
+    unit = f"{measure}, %" if in_percent(measure) else measure
+    one = high - low <= 1 + 1e-6
+    with new_figure(1.6 + 0.32 * len(dots) if one else 3.9) as figure:
+        axes = figure.subplots()
+        names: list[str] = []
+        for curve, style in zip(lines, styles, strict=True):
+            places = range(len(names), len(names) + len(curve.dots))
+            names += [style["label"]] * len(curve.dots)
+            values = [dot.value for dot in curve.dots]
+            errors = [2 * (dot.stderr or 0.0) for dot in curve.dots]
+            if one:
+                bars = axes.barh(places, values, xerr=errors, color=style["color"], height=0.6)
+                axes.bar_label(bars, fmt="%.4g", padding=4)
+            else:
+                at = [100 * dot.sparsity for dot in curve.dots]
+                axes.errorbar(at, values, yerr=errors, elinewidth=0.8, **style)
         if dense is not None and math.isfinite(dense.value):
+            line = axes.axvline if one else axes.axhline
             label = f"dense model, {dense.value:.4g}"
-            main.axhline(dense.value, color=GREY, linewidth=1.2, label=label)
-        _log_scale(main, measure, [dot.value for curve in lines for dot in curve.dots])
-        if gaps:
-            styles_of = {curve.label: styles[curve] for curve in lines}
-            _difference_panel(panels[1], measure, gaps, styles_of)
-        panels[-1].set_xlabel("weights removed, % of the targets")
-        figure.legend(
-            *main.get_legend_handles_labels(), loc="outside lower center", ncols=3, handlelength=3.2
+            line(dense.value, color=GREY, linewidth=1.2, label=label)
+        if one:
+            axes.set_yticks(range(len(names)), names)
+            axes.invert_yaxis()
+            axes.margins(x=0.12)  # for the numbers
+            axes.set_xlabel(unit)
+        else:
+            axes.set_xlabel("weights removed, % of the targets")
+            axes.set_ylabel(unit)
+            _log_scale(axes, measure, [dot.value for dot in dots])
+        handles, labels = axes.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=3, handlelength=3.2)
+        values_here = [point.values_of(suite.key).get(measure) for point in study.points]
+        partial = any(value is not None and value.partial for value in values_here)
+        title = f"{study.title}: {measure}, suite {suite.name}{' (partial)' * partial}"
+        against = (
+            f"at {high:.0f} % of weights removed" if one else "against the share of weights removed"
         )
-        values = [point.values_of(suite.key).get(measure) for point in study.pruned]
-        partial = (
-            " (partial)" if any(value is not None and value.partial for value in values) else ""
-        )
-        title = f"{study.title}: {measure}, suite {suite.name}{partial}"
-        caption = _caption(measure, gaps)
-        return drawn(figure, f"{name}-{slug(measure)}", title, caption, suite.key)
+        of = "" if in_percent(measure) else " of the change from the dense model"
+        caption = f"{measure[:1].upper()}{measure[1:]} {against}; ±: two standard errors{of}."
+        return drawn(figure, f"{name}-{slug(measure)}", title, caption)
 
 
-def _styles(lines: list[Curve]) -> dict[Curve, dict[str, Any]]:
+def _styles(lines: list[Curve]) -> list[dict[str, Any]]:
     """Colour by criterion, and by order if there are several; line and marker by the allocation
     of the zeros.
     """
-    several = len({curve.order for curve in lines if curve.allocation == "emp"}) > 1
-    keys = [(curve.criterion, curve.order if several else None) for curve in lines]
+    points = [curve.point for curve in lines]
+    orders = {point.recipe.counts.order for point in points if point.recipe.adaptive}
+    keys = [
+        (point.recipe.name, point.recipe.counts.order if len(orders) > 1 else None)
+        for point in points
+    ]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-    styles = {}
-    for curve, key in zip(lines, keys, strict=True):
+    styles = []
+    for point, key in zip(points, keys, strict=True):
         number = numbers[key] % len(COLOURS)
-        emp = curve.allocation == "emp"
-        styles[curve] = {
-            "color": COLOURS[number],
-            "marker": "x" if curve.allocation == "matrix" else MARKERS[number],
-            "markerfacecolor": COLOURS[number] if emp else "white",
-            "linestyle": _LINES[curve.allocation],
-            "label": printable(curve.label, LABEL),
-            "zorder": 3 if emp else 2.5,
-        }
+        emp = point.recipe.adaptive
+        by_matrix = point.match == "matrix"
+        styles.append(
+            {
+                "color": COLOURS[number],
+                "marker": "x" if by_matrix else MARKERS[number],
+                "markerfacecolor": COLOURS[number] if emp else "white",
+                "linestyle": "-" if emp else ":" if by_matrix else "--",
+                "label": printable(point.label, LABEL),
+                "zorder": 3 if emp else 2.5,
+            }
+        )
     return styles
 
 
@@ -233,114 +222,10 @@ def _log_scale(axes: Any, measure: str, values: list[float]) -> None:
     """
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    if not lower_is_better(measure) or min(values) <= 0 or max(values) / min(values) < _LOG_FROM:
+    if "perplexity" not in measure or min(values) <= 0 or max(values) / min(values) < _LOG_FROM:
         return
     axes.set_yscale("log")
     ticks = (1, 1.5, 2, 3, 5, 7) if max(values) / min(values) < 30 else (1,)
     axes.yaxis.set_major_locator(LogLocator(subs=ticks))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _difference_panel(
-    axes: Any, measure: str, gaps: list[Difference], styles: dict[str, dict[str, Any]]
-) -> None:
-    """The difference between EMP and each baseline, ± two standard errors where these are known."""
-    lines: dict[tuple[str, str], list[Difference]] = {}
-    for gap in sorted(gaps, key=lambda gap: gap.point.sparsity):
-        lines.setdefault((label_of(gap.point), gap.match), []).append(gap)
-    reach = max(100 * gap.point.sparsity for gap in gaps)
-    for number, ((label, match), members) in enumerate(lines.items()):
-        # So that bars do not cover each other.
-        aside = 0.006 * reach * (number - (len(lines) - 1) / 2)
-        style = {key: styles[label][key] for key in ("color", "marker", "zorder")}
-        style |= {"linestyle": _LINES[match], "markerfacecolor": "white"}
-        if match == "matrix":
-            style["marker"] = "x"
-        axes.errorbar(
-            [100 * gap.point.sparsity + aside for gap in members],
-            [gap.change.value for gap in members],
-            yerr=[2 * (gap.change.stderr or 0.0) for gap in members],
-            elinewidth=0.8,
-            **style,
-        )
-    axes.axhline(0, color="black", linewidth=0.9)
-    if max(abs(gap.change.value) for gap in gaps) > 30:
-        axes.set_yscale("symlog", linthresh=5)
-        axes.yaxis.set_major_formatter("{x:g}")
-    lower = lower_is_better(measure)
-    unit = "points" if in_percent(measure) else "%"
-    side = ""
-    if lower is not None:
-        side = f"\n({'below' if lower else 'above'} 0: EMP is better)"
-    axes.set_ylabel(f"EMP − baseline, {unit}{side}")
-
-
-def _caption(measure: str, gaps: list[Difference]) -> str:
-    of = "" if in_percent(measure) else " of the change from the dense model"
-    text = (
-        f"{measure[:1].upper()}{measure[1:]} against the share of weights removed; bars: ± two "
-        f"standard errors{of}."
-    )
-    if gaps:
-        text += (
-            " Below: the difference between EMP and a baseline of the same criterion with uniform "
-            "rows that removes as many weights, in total (dashed) or in every matrix (dotted)."
-        )
-    if any(gap.change.stderr is not None for gap in gaps):
-        errors = "paired" if all(gap.change.paired for gap in gaps) else "unpaired"
-        text += f" Its bars: ± two standard errors ({errors})."
-    return text
-
-
-def _heat_maps(study: Study, grids: list[Grid], name: str) -> Drawing:
-    """N_eff / N by role and block: one map for each criterion and order, below each other, with
-    one colour scale.
-    """
-    maps = []
-    for grid in grids:
-        rows = [
-            [grid.shares.get((role, block)) for block in grid.blocks]
-            for role in grid.roles[:_MOST_ROWS]
-        ]
-        maps.append(np.array(rows, dtype=float))  # NaN where it is unknown
-    low = math.floor(20 * min(map(np.nanmin, maps))) / 20
-    high = max(math.ceil(20 * max(map(np.nanmax, maps))) / 20, low + 0.05)
-    heights = [0.55 + 0.32 * len(cells) for cells in maps]
-    with new_figure(1.2 + sum(heights)) as figure:
-        panels = figure.subplots(len(grids), 1, squeeze=False, height_ratios=heights)[:, 0]
-        for axes, grid, cells in zip(panels, grids, maps, strict=True):
-            axes.set_facecolor("#eeeeee")
-            axes.grid(visible=False)
-            image = axes.pcolormesh(
-                cells, cmap="viridis", vmin=low, vmax=high, edgecolors="white", linewidth=0.3
-            )
-            axes.invert_yaxis()
-            axes.set_title(printable(grid.label, 2 * LABEL), loc="left")
-            axes.set_yticks(
-                np.arange(len(cells)) + 0.5,
-                [printable(role, LABEL) for role in grid.roles[:_MOST_ROWS]],
-            )
-            _block_ticks(axes, grid.blocks)
-        panels[-1].set_xlabel("block")
-        bar = figure.colorbar(
-            image, ax=list(panels), location="bottom", shrink=0.6, aspect=36, pad=0.02
-        )
-        bar.set_label(f"{N_EFF} / N, mean over the rows", parse_math=True)
-        caption = (
-            "Effective number of weights of a row, N_eff, as a share of the row's N weights, by "
-            "layer and block. Dark: few weights carry the row's importance. Independent Gaussian "
-            "weights have 2/π = 0.637."
-        )
-        return drawn(figure, name, f"{study.title}: effective number of weights", caption)
-
-
-def _block_ticks(axes: Any, blocks: Sequence[int | None]) -> None:
-    """Label the axis with the number of every block, or of evenly spaced blocks if there are
-    many.
-    """
-    at = range(0, len(blocks), math.ceil(len(blocks) / 24))
-    axes.set_xticks(
-        [place + 0.5 for place in at],
-        ["none" if blocks[place] is None else str(blocks[place]) for place in at],
-    )

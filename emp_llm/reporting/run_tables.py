@@ -1,4 +1,4 @@
-"""Tables of a run, a sweep, a measure and a bench, as the commands print them."""
+"""Tables of a run, a measure and a bench, as the commands print them."""
 
 import math
 from collections import defaultdict
@@ -15,21 +15,14 @@ from emp_llm.common.tables import Rows, number_cell, percent_cell, table
 from emp_llm.evaluation.comparison import (
     Value,
     advice,
-    change_notes,
     change_of,
     change_text,
-    compare,
-    formatted,
-    in_percent,
     losses_of,
-    shown_change,
-    values_of,
 )
-from emp_llm.evaluation.results import results_of_report
 from emp_llm.options.recipe import Share
 from emp_llm.records.base import record_of, version_of
 from emp_llm.records.bench import Bench, Speed
-from emp_llm.records.evaluation import CheckRecord, Measures
+from emp_llm.records.evaluation import CheckRecord
 from emp_llm.records.measure import CurvePoint, Measure, MeasureEntry
 from emp_llm.records.run_report import (
     REPORT_LIMIT,
@@ -41,7 +34,6 @@ from emp_llm.records.run_report import (
     TargetsRecord,
     UnitsRecord,
 )
-from emp_llm.records.sweep import Sweep
 
 if TYPE_CHECKING:
     from emp_llm.pruning.dry_run import DryRun, Needs
@@ -171,12 +163,6 @@ def dense_lines(towers: dict[str, float]) -> list[str]:
     """The parts of a multimodal model that stay dense, each with its share of the parameters."""
     named = [f"{name} ({percent_cell(share)} %)" for name, share in towers.items()]
     return [f"stay dense, of all parameters: {', '.join(named)}"] if named else []
-
-
-def evaluation_table(report: RunReport) -> str:
-    """The dense and the pruned model side by side; empty if they were not evaluated."""
-    models = results_of_report(report)
-    return compare(models, labels=["dense", "pruned"]) if len(models) == 2 else ""
 
 
 def effective_share(entry: MatrixRecord) -> float | None:
@@ -478,58 +464,6 @@ def structure_lines(report: RunReport, structure: StructureRecord) -> list[str]:
 _DEPTHS = 8  # largest number of block columns in the table of measures
 
 
-def sweep_table(record: Sweep) -> str:
-    """The dense model, then all points by sparsity."""
-    dense = values_of(record.dense or Measures())
-    names = main_measures(dense)
-    rows: Rows = [
-        ["point", "removed %", "of all %", *(head for name in names for head in (name, "change"))]
-    ]
-    swept = [
-        (
-            point.point.name,
-            point.targets.sparsity_of_targets,
-            point.targets.sparsity_of_all_parameters,
-            values_of(point.measures),
-        )
-        for point in sorted(record.points, key=lambda point: point.targets.sparsity_of_targets)
-    ]
-    for point, of_targets, of_all, values in [("dense", 0.0, 0.0, dense), *swept]:
-        row = [point, percent_cell(of_targets), percent_cell(of_all)]
-        for name in names:
-            value = values.get(name)
-            digits = 2 if in_percent(name) else 3
-            row.append("-" if value is None else formatted(value.value, digits))
-            row.append("" if values is dense else shown_change(name, dense.get(name), value))
-        rows.append(row)
-    notes = [f"suite {record.suite}; removed: percent of the targets, and of all parameters"]
-    same = [(point.point.name, point.measures.same_masks_as) for point in record.points]
-    notes += [
-        f"{name}: the same masks as {other}, so the same values"
-        for name, other in same
-        if other is not None
-    ]
-    if any(in_percent(name) for name in names):
-        notes.append("accuracies in percent; their changes in points")
-    notes += change_notes(names, dense, [values for *_, values in swept])
-    emp, fixed = (
-        [
-            point.targets.sparsity_of_targets
-            for point in record.points
-            if point.recipe.adaptive is adaptive
-        ]
-        for adaptive in (True, False)
-    )
-    if emp and fixed and min(abs(one - other) for one in emp for other in fixed) > 0.01:
-        notes.append(
-            "no emp point removes as much as a point of another method; --emp-sparsities or "
-            "--matched-baselines adds some"
-        )
-    if any(value.partial for value in dense.values()):
-        notes.append("partial: only some of the examples or of the text")
-    return "\n".join([table(rows), *notes])
-
-
 def measure_table(record: Measure) -> str:
     """N_eff / N by role and depth, and the sparsity at many betas: two tables for every
     criterion and order.
@@ -593,15 +527,6 @@ def _measure(measure: MeasureEntry) -> str:
     removed = f"{100 * targets.sparsity_of_targets:.2f} % of these {targets.weights or 0:,} weights"
     lines = [table(rows), f"EMP at beta 1 would remove {removed}"]
     return "\n".join(lines + ([curve_table(name, measure.curve)] if measure.curve else []))
-
-
-def main_measures(names: Iterable[str]) -> list[str]:
-    """The measures to show of many points: the perplexity, and the mean accuracy or, without
-    one, every task.
-    """
-    perplexities = [name for name in names if name.startswith("perplexity")]
-    others = [name for name in names if name not in perplexities]
-    return perplexities + ([name for name in others if name.startswith("mean acc of ")] or others)
 
 
 def mass_cells(entries: list[MatrixRecord]) -> list[str]:

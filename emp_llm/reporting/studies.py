@@ -1,8 +1,6 @@
-"""Points sorted into studies, one for each model and choice of targets, and the numbers in every
-figure of a study.
+"""Points sorted into studies, one for each model and choice of targets, each with a baseline.
 
-A point is a pruned model with its measurements, read from a run, a sweep, a measure or a results
-file.
+A point is a pruned model with its measurements, read from a run, a sweep or a results file.
 """
 
 import json
@@ -10,34 +8,25 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
-from statistics import fmean
-from typing import Any, Literal
 
 from emp_llm.checkpoint.files import read_json
-from emp_llm.common.errors import UserError, printable
+from emp_llm.common.errors import UserError, printable, shortened_list
 from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME, shown_name
-from emp_llm.evaluation.comparison import Change, Value, change_of, in_percent, values_of
+from emp_llm.evaluation.comparison import Value, change_of, in_percent, values_of
 from emp_llm.evaluation.results import results_of_report
-from emp_llm.options.flat import recipe_of
-from emp_llm.options.recipe import Effective, Match, MatchBy, Recipe
-from emp_llm.pruning.outcome import ALL_KEPT
+from emp_llm.options.recipe import Match, MatchBy, Recipe
 from emp_llm.records.base import record_of, version_of
 from emp_llm.records.bench import Bench
 from emp_llm.records.evaluation import CheckRecord, Measures, PerplexityRecord
-from emp_llm.records.measure import Measure
-from emp_llm.records.results import Results, pruned_by
-from emp_llm.records.run_report import (
-    REPORT_LIMIT,
-    MatrixRecord,
-    RunReport,
-    TargetsRecord,
-)
-from emp_llm.records.source import CalibrationRecord
+from emp_llm.records.results import PrunedBy, Results, pruned_by
+from emp_llm.records.run_report import REPORT_LIMIT, RunReport
 from emp_llm.records.sweep import read_sweep
-from emp_llm.reporting.run_tables import effective_share, healing_lines, split_benches
+from emp_llm.reporting.run_tables import healing_lines, split_benches
 
-_ACCEPTED = "the output of prune, sweep, measure or bench, or a results file of evaluate"
+_ACCEPTED = "the output of prune, sweep or bench, or a results file of evaluate"
 _DENSE = Recipe()  # of points without a recipe
+_NEAR = 0.01  # of the targets: zeros that differ by no more agree
+_NAMES = {"wanda": "Wanda", "magnitude": "magnitude", "ria": "RIA"}
 
 
 @dataclass(frozen=True)
@@ -57,8 +46,8 @@ class SuiteResult:
 
 
 @dataclass(eq=False)
-class MeasuredPoint:
-    """A pruned model, or a model that was only measured or evaluated.
+class Point:
+    """A model of a table: pruned, or dense.
 
     Attributes:
         id: the path that it was read from; unique.
@@ -67,40 +56,61 @@ class MeasuredPoint:
             that is unknown.
         recipe: how the model was pruned; `_DENSE` for the dense model.
         variant: other differences from points of the same method, in words; usually empty.
-        match, baseline_of: for a uniform baseline, the total or the matrices that it matches, and
-            the id of the EMP point.
         sparsity, sparsity_of_all: of the targets, and of all parameters, which may be unknown.
-        pruned: whether it is a pruned model; the point of a measure is not, and has matrices too.
-        matrices: of the targets by layer, each expert alone; targets: counts over all of them.
+        zeros: of a row that is no measurement of ours, what stands in place of its sparsity.
         results: one for each suite; dense: those of the dense model in the same run.
         signature: recipe and sparsity as JSON; equal in a run's report and in results of its
             checkpoint.
-        masks: a hash of the masks, in sweeps; else empty.
-        facts: name -> text for the head of the report.
+        facts: name -> text for the head of the report; a results file has none.
     """
 
     id: str
     name: str
-    model: str
-    identity: str
-    recipe: Recipe
+    model: str = ""
+    identity: str = ""
+    recipe: Recipe = _DENSE
     variant: str = ""
-    match: MatchBy | None = None
-    baseline_of: str | None = None
     sparsity: float = 0.0
     sparsity_of_all: float | None = None
-    pruned: bool = True
-    matrices: Mapping[str, MatrixRecord] = field(default_factory=dict)
-    targets: TargetsRecord | None = None
+    zeros: str = ""
     results: tuple[SuiteResult, ...] = ()
     dense: tuple[SuiteResult, ...] = ()
     signature: str = ""
-    masks: str = ""
     facts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def match(self) -> MatchBy | None:
+        """What a uniform baseline has in common with an EMP point; None for others."""
+        return self.recipe.counts.by if isinstance(self.recipe.counts, Match) else None
+
+    @property
+    def label(self) -> str:
+        """The method in words, without the quantities that vary along a curve."""
+        name = _NAMES.get(self.recipe.name, self.recipe.name)
+        if self.recipe.adaptive:
+            order = self.recipe.counts.order
+            words = [f"EMP-{name}", *([] if order in (None, 2) else [f"order {order:g}"])]
+        elif self.match == "matrix":
+            words = [f"{name}, same total per matrix"]
+        else:
+            words = [f"{name}, uniform rows"]
+        return ", ".join(words + ([self.variant] if self.variant else []))
+
+    def agrees_with(self, other: "Point") -> bool:
+        """Whether both have as many zeros, within a percentage point of the targets."""
+        return abs(self.sparsity - other.sparsity) <= _NEAR + 1e-9
 
     def values_of(self, suite: str) -> dict[str, Value]:
         """The measures of the suite with this key; empty if it was not measured."""
-        return next((result.values for result in self.results if result.key == suite), {})
+        return _values(self.results, suite)
+
+    def dense_values_of(self, suite: str) -> dict[str, Value]:
+        """Those of the dense model, if the point holds them."""
+        return _values(self.dense, suite)
+
+
+def _values(results: Iterable[SuiteResult], suite: str) -> dict[str, Value]:
+    return next((result.values for result in results if result.key == suite), {})
 
 
 def scope_of(recipe: Recipe) -> str:
@@ -114,13 +124,13 @@ def scope_of(recipe: Recipe) -> str:
     return printable(targets + (f" without {ignored}" if ignored else "") + tower)
 
 
-def read_inputs(paths: list[Path]) -> tuple[list[MeasuredPoint], list[Bench]]:
+def read_inputs(paths: list[Path]) -> tuple[list[Point], list[Bench]]:
     """Read the points of some files and folders, in the order given, each once; and the outputs of
     `bench` among them.
 
     Args:
-        paths: output folders of prune or sweep, their report files, outputs of measure and bench,
-            results files of evaluate.
+        paths: output folders of prune or sweep, their report files, outputs of bench, results files
+            of evaluate.
 
     Raises:
         UserError: there is no path, or one is none of these.
@@ -128,7 +138,7 @@ def read_inputs(paths: list[Path]) -> tuple[list[MeasuredPoint], list[Bench]]:
     if not paths:
         raise UserError("There is nothing to report; give run folders, a sweep, or results files.")
     others, benches = split_benches([Path(path) for path in paths])
-    points: dict[str, MeasuredPoint] = {}
+    points: dict[str, Point] = {}
     for path in others:
         for point in _read(path):
             points.setdefault(point.id, point)
@@ -136,7 +146,7 @@ def read_inputs(paths: list[Path]) -> tuple[list[MeasuredPoint], list[Bench]]:
     return _with_results(list(points.values())), benches
 
 
-def _read(path: Path) -> Iterator[MeasuredPoint]:
+def _read(path: Path) -> Iterator[Point]:
     if path.is_dir():
         file = next(
             (path / name for name in (SWEEP_NAME, REPORT_NAME) if (path / name).is_file()), None
@@ -149,18 +159,14 @@ def _read(path: Path) -> Iterator[MeasuredPoint]:
     elif not path.is_file():
         raise UserError(f"{path}: no such file or folder; give {_ACCEPTED}.")
     if path.suffix == ".jsonl":
-        points = path.parent.resolve() / "points"
         for report in read_sweep(path).points:
-            point = _run(report, points / report.point.name)
-            other = report.point.baseline_of
-            point.baseline_of = None if other is None else str(points / other)
-            yield point
+            yield run_point(report, path.parent / "points" / report.point.name)
         return
     values = read_json(path, strict=True, limit=REPORT_LIMIT)
     record_type = next(
         (
             record_type
-            for record_type in (Measure, Results, RunReport)
+            for record_type in (Results, RunReport)
             if version_of(values, record_type) is not None
         ),
         None,
@@ -168,40 +174,56 @@ def _read(path: Path) -> Iterator[MeasuredPoint]:
     if record_type is None:
         raise UserError(f"{path}: this is not {_ACCEPTED}; give one of these.")
     record = record_of(values, record_type, str(path))
-    if isinstance(record, Measure):
-        yield from _measures(record, path)
-    elif isinstance(record, Results):
-        yield _results(record, path)
+    if isinstance(record, Results):
+        yield results_point(record, path)
     elif isinstance(record, RunReport):
-        yield _run(record, path.parent if path.name == REPORT_NAME else path)
+        yield run_point(record, path.parent if path.name == REPORT_NAME else path)
 
 
-def _run(report: RunReport, path: Path) -> MeasuredPoint:
-    path = path.resolve()
-    masks = report.masks or ""
+def run_point(report: RunReport, path: Path) -> Point:
+    """The point of a run or of a sweep, at its path."""
     models = results_of_report(report)
     results = [suite_result_of(model) for model in models if model.pruned is not None]
     dense = [suite_result_of(model) for model in models if model.pruned is None]
     if report.check is not None:
         results.append(_check_result(report.check, report.check.pruned))
         dense.append(_check_result(report.check, report.check.dense))
-    return MeasuredPoint(
-        id=str(path),
-        name=printable(path.name),
-        **_origin(report, report.recipe, report.targets),
-        match=_match_of(report.recipe),
-        matrices=report.matrices,
+    calibration = report.calibration
+    propagated = calibration is not None and calibration.propagate == "pruned"
+    return replace(
+        _point(path, path.name, pruned_by(report), propagated),
+        identity=report.source.key,
+        sparsity_of_all=report.targets.sparsity_of_all_parameters,
         results=tuple(results),
         dense=tuple(dense),
-        signature=json.dumps(pruned_by(report).as_dict(), sort_keys=True),
-        # The hash of the masks leaves out the norms, so it is valid within its sweep only.
-        masks=masks if masks in ("", ALL_KEPT) else f"{path.parent} {masks}",
+        facts=_facts(report),
     )
 
 
-def _match_of(recipe: Recipe) -> MatchBy | None:
-    """What a baseline matches; None for another recipe."""
-    return recipe.counts.by if isinstance(recipe.counts, Match) else None
+def results_point(results: Results, path: Path) -> Point:
+    """The point of a results file, at its path."""
+    result = suite_result_of(results)
+    if results.pruned is not None:
+        return replace(_point(path, path.stem, results.pruned), results=(result,))
+    model = printable(results.model)
+    identity = results.made_by.model.identity or results.model
+    return Point(str(path.resolve()), printable(path.stem), model, identity, dense=(result,))
+
+
+def _point(path: Path, name: str, pruned: PrunedBy, propagated: bool = False) -> Point:
+    """A pruned model at its path, without results."""
+    variant = pruned.recipe.variant
+    variant += ["propagate pruned"] * propagated + ["trained since"] * pruned.trained
+    return Point(
+        id=str(path.resolve()),
+        name=printable(name),
+        model=printable(pruned.of),
+        identity=pruned.of,
+        recipe=pruned.recipe,
+        variant=printable(", ".join(variant)),
+        sparsity=pruned.sparsity_of_targets,
+        signature=json.dumps(pruned.as_dict(), sort_keys=True),
+    )
 
 
 def _check_result(check: CheckRecord, record: PerplexityRecord) -> SuiteResult:
@@ -214,83 +236,23 @@ def _check_result(check: CheckRecord, record: PerplexityRecord) -> SuiteResult:
     return SuiteResult(name, json.dumps(key), values_of(Measures(perplexity=record)))
 
 
-def _measures(measure: Measure, path: Path) -> Iterator[MeasuredPoint]:
-    for number, entry in enumerate(measure.measures):
-        score = measure.recipe.score
-        if score.method != entry.criterion:
-            score = recipe_of(entry.criterion, score=entry.score).score
-        counts = Effective(order=entry.order, count_by=entry.count_by or "own")
-        recipe = measure.recipe.but(score=score, counts=counts, group="row")
-        yield MeasuredPoint(
-            id=f"{path.resolve()}#{number}",
-            name=printable(f"{path.stem} {entry.criterion} {entry.order:g}"),
-            **_origin(measure, recipe, entry.targets),
-            pruned=False,
-            matrices=entry.matrices,
-        )
-
-
-def _origin(record: RunReport | Measure, recipe: Recipe, targets: TargetsRecord) -> dict[str, Any]:
-    """The fields of a point that a run and a measure have in common."""
-    point = {
-        "model": printable(record.source.model),
-        "identity": record.source.key,
-        "recipe": recipe,
-        "targets": targets,
-    }
-    point |= {
-        "sparsity": targets.sparsity_of_targets,
-        "sparsity_of_all": targets.sparsity_of_all_parameters,
-    }
-    facts = {"model": shown_name(record.source.model), "revision": record.source.revision}
+def _facts(report: RunReport) -> dict[str, str]:
+    """The head of a report: the model, the targets and the texts."""
+    targets = report.targets
+    facts = {"model": shown_name(report.source.model), "revision": report.source.revision}
     if targets.parameters is not None:
         facts["parameters"] = f"{targets.parameters:,}"
     if targets.weights is not None:
         share = targets.share_of_all_parameters
         of_all = f", {100 * share:.1f} % of all parameters" if share is not None else ""
-        facts["targets"] = f"{scope_of(recipe)}: {targets.weights:,} weights{of_all}"
-    texts = record.calibration.all_texts if record.calibration is not None else []
+        facts["targets"] = f"{scope_of(report.recipe)}: {targets.weights:,} weights{of_all}"
+    texts = report.calibration.all_texts if report.calibration is not None else []
     facts["calibration"] = "; ".join(
         f"{text.name}{text.bos_note}, {text.samples} x {text.seqlen} tokens" for text in texts
     )
-    if isinstance(record, RunReport) and record.healing is not None:
-        facts["healed"] = healing_lines(record)[0].removeprefix("healed: ")
-    known = {name: fact for name, fact in facts.items() if fact}
-    trained = isinstance(record, RunReport) and record.trained
-    return point | {"variant": _variant(recipe, record.calibration, trained), "facts": known}
-
-
-def _variant(recipe: Recipe, calibration: CalibrationRecord | None, trained: bool) -> str:
-    """Everything that sets a recipe apart from others of the same method."""
-    words = recipe.variant
-    if calibration is not None and calibration.propagate == "pruned":
-        words.append("propagate pruned")
-    words += ["trained since"] * trained
-    return printable(", ".join(words))
-
-
-def _results(results: Results, path: Path) -> MeasuredPoint:
-    place = str(path.resolve())
-    name = printable(path.stem)
-    result = suite_result_of(results)
-    pruned = results.pruned
-    if pruned is None:
-        identity = results.made_by.model.identity or results.model
-        return MeasuredPoint(
-            place, name, printable(results.model), identity, _DENSE, dense=(result,)
-        )
-    return MeasuredPoint(
-        place,
-        name,
-        model=printable(pruned.of),
-        identity=pruned.of,
-        recipe=pruned.recipe,
-        variant=_variant(pruned.recipe, None, pruned.trained),
-        match=_match_of(pruned.recipe),
-        sparsity=pruned.sparsity_of_targets,
-        results=(result,),
-        signature=json.dumps(pruned.as_dict(), sort_keys=True),
-    )
+    if report.healing is not None:
+        facts["healed"] = healing_lines(report)[0].removeprefix("healed: ")
+    return {name: fact for name, fact in facts.items() if fact}
 
 
 def suite_result_of(model: Results) -> SuiteResult:
@@ -306,7 +268,7 @@ def suite_result_of(model: Results) -> SuiteResult:
     )
 
 
-def _identify(points: Iterable[MeasuredPoint]) -> None:
+def _identify(points: Iterable[Point]) -> None:
     """Give points that have only their model's name its identity, if exactly one model of that
     name is given.
     """
@@ -318,7 +280,7 @@ def _identify(points: Iterable[MeasuredPoint]) -> None:
             (point.identity,) = known[point.model]
 
 
-def _with_results(points: list[MeasuredPoint]) -> list[MeasuredPoint]:
+def _with_results(points: list[Point]) -> list[Point]:
     """Join results files with the run of the same checkpoint, if that is given too: they add a
     suite to the run.
 
@@ -327,26 +289,14 @@ def _with_results(points: list[MeasuredPoint]) -> list[MeasuredPoint]:
     """
     left = list(points)
     for point in points:
-        runs = [
-            run
-            for run in points
-            if run.matrices and run.pruned and run.signature == point.signature
-        ]
-        if (
-            point.matrices
-            or point.recipe is _DENSE
-            or not runs
-            or any(run.matrices != runs[0].matrices for run in runs)
-        ):
+        runs = [run for run in points if run.facts and run.signature == point.signature]
+        if point.facts or point.recipe is _DENSE or len(runs) != 1:
             continue
-        runs[-1].results += tuple(
-            result for result in point.results if not runs[-1].values_of(result.key)
+        runs[0].results += tuple(
+            result for result in point.results if not runs[0].values_of(result.key)
         )
         left.remove(point)
     return left
-
-
-_NAMES = {"wanda": "Wanda", "magnitude": "magnitude", "ria": "RIA"}
 
 
 @dataclass(frozen=True)
@@ -367,105 +317,83 @@ class StudySuite:
 
 
 @dataclass(frozen=True)
-class Grid:
-    """The effective numbers of one point by role and block.
-
-    Attributes:
-        label: its criterion, order and variant.
-        matrices: of its targets; experts of a block share role and block.
-        shares: (role, block) -> N_eff / N, the mean over the matrices that share both.
-    """
-
-    label: str
-    matrices: tuple[MatrixRecord, ...]
-    shares: dict[tuple[str, int | None], float]
-
-    @property
-    def roles(self) -> list[str]:
-        return list(dict.fromkeys(role for role, _ in self.shares))
-
-    @property
-    def blocks(self) -> list[int | None]:
-        """In order; None, for matrices outside of the blocks, is last."""
-        return sorted(
-            {block for _, block in self.shares},
-            key=lambda block: math.inf if block is None else block,
-        )
-
-
-def _grid(label: str, matrices: Iterable[MatrixRecord]) -> Grid:
-    groups: dict[tuple[str, int | None], list[float]] = {}
-    measured = []
-    for matrix in matrices:
-        share = effective_share(matrix)
-        if share is not None:
-            measured.append(matrix)
-            groups.setdefault((matrix.role, matrix.block), []).append(share)
-    return Grid(label, tuple(measured), {key: fmean(group) for key, group in groups.items()})
-
-
-@dataclass(frozen=True)
 class Study:
     """The points of one model and one choice of targets. Only points of one study may share a
-    curve.
+    table or a curve.
 
     Attributes:
         title: name of the model; unique in the report.
-        model, scope: the model and the targets, as the runs name them.
-        points: pruned and measured ones; baselines are linked to their EMP points.
+        model: as the runs name it.
+        points: by their zeros.
         suites: the suites that they were evaluated on.
+        against: the label of the points that the others are compared with; empty: there are none.
     """
 
     title: str
     model: str
-    scope: str
-    points: tuple[MeasuredPoint, ...]
-    suites: tuple[StudySuite, ...]
+    points: list[Point]
+    suites: list[StudySuite]
+    against: str = ""
 
-    @property
-    def pruned(self) -> list[MeasuredPoint]:
-        """The points that are pruned models."""
-        return [point for point in self.points if point.pruned]
+    @classmethod
+    def of(
+        cls, title: str, model: str, points: list[Point], dense: list[Point], against: str | None
+    ) -> "Study":
+        """The study of some points.
 
-    @property
-    def measured(self) -> list[Grid]:
-        """The effective numbers of each criterion, order and variant; those with the same numbers
-        once, with all their labels.
+        Args:
+            points: the first method is the baseline, if another has as many zeros.
+            dense: results of the dense model.
+            against: method or name of the baseline; of no point: as None.
         """
-        grids: list[Grid] = []
-        for point in self.points:
-            if not point.recipe.adaptive:
-                continue
-            label = label_of(point).removeprefix("EMP-")
-            label = label[:1].upper() + label[1:]
-            grid = _grid(label, point.matrices.values())
-            if not grid.shares:
-                continue
-            equal = [place for place, other in enumerate(grids) if _same_shares(grid, other)]
-            if equal:
-                labels = grids[equal[0]].label.split(" and ")
-                if label not in labels:
-                    both = " and ".join([*labels, label])
-                    grids[equal[0]] = replace(grids[equal[0]], label=both)
-                continue
-            if any(label in other.label.split(" and ") for other in grids):
-                grid = replace(grid, label=f"{label} ({point.name})")
-            grids.append(grid)
-        return grids
+        ours = [point for point in points if not point.zeros]
+        bases = [point for point in ours if against == point.recipe.method]
+        bases += [point for point in ours if against == point.name]
+        bases += [p for p in ours if any(q.label != p.label and q.agrees_with(p) for q in ours)]
+        label = bases[0].label if bases else ""
+        by_zeros = sorted(points, key=lambda point: point.sparsity)
+        return cls(title, model, by_zeros, _suites(points, dense), label)
+
+    def base_of(self, point: Point) -> Point | None:
+        """The point of the baseline whose zeros are next to those of a point; None if none agree
+        with them, and of the baseline itself.
+        """
+        bases = [
+            base
+            for base in self.points
+            if base.label == self.against and not base.zeros and base.agrees_with(point)
+        ]
+        if point.zeros or point.label == self.against:
+            return None
+        return min(bases, key=lambda base: abs(base.sparsity - point.sparsity), default=None)
+
+    @property
+    def dense(self) -> Point:
+        """The dense model."""
+        results = tuple(SuiteResult(suite.name, suite.key, suite.dense) for suite in self.suites)
+        of_all = None if all(each.sparsity_of_all is None for each in self.points) else 0.0
+        return Point("dense", "dense", self.model, sparsity_of_all=of_all, results=results)
 
 
-def _same_shares(one: Grid, other: Grid) -> bool:
-    """Whether two grids show the same numbers, in a table or as colours."""
-    return one.shares.keys() == other.shares.keys() and all(
-        math.isclose(share, other.shares[key], abs_tol=5e-5) for key, share in one.shares.items()
-    )
-
-
-def studies(points: Iterable[MeasuredPoint]) -> list[Study]:
+def studies(points: Iterable[Point], against: str | None = None) -> list[Study]:
     """Sort points by model and targets, in the order given. Results of a dense model belong to
     all of its studies.
+
+    Args:
+        against: method or name of the points that the others are compared with; None: the first.
+
+    Raises:
+        UserError: no point is of this method or name.
     """
-    models: dict[str, list[MeasuredPoint]] = {}
+    points = list(points)
+    pruned = [point for point in points if point.recipe is not _DENSE]
+    names = dict.fromkeys(name for each in pruned for name in (each.recipe.method, each.name))
+    if against is not None and against not in names:
+        raise UserError(
+            f"--against {against}: no point is of this method or name; there are "
+            f"{shortened_list(list(names), 6)}."
+        )
+    models: dict[str, list[Point]] = {}
     for point in points:
         models.setdefault(point.identity, []).append(point)
     all_studies: list[Study] = []
@@ -476,28 +404,14 @@ def studies(points: Iterable[MeasuredPoint]) -> list[Study]:
         titles = (short_model_name(model), model, f"{model} ({len(taken) + 1})")
         title = next(name for name in titles if name not in taken)
         taken.add(title)
-        scopes: dict[str, list[MeasuredPoint]] = {}
+        scopes: dict[str, list[Point]] = {}
         for point in points_of_model:
             if point.recipe is not _DENSE:
                 scopes.setdefault(scope_of(point.recipe), []).append(point)
         for scope, members in (scopes or {"": []}).items():
-            linked = _named_apart(_linked(members))
             name = f"{title}, {scope}" if len(scopes) > 1 else title
-            all_studies.append(Study(name, model, scope, tuple(linked), _suites(members, dense)))
+            all_studies.append(Study.of(name, model, _named_apart(members), dense, against))
     return all_studies
-
-
-def label_of(point: MeasuredPoint) -> str:
-    """The method of a point in words, without the quantities that vary along a curve."""
-    name = _NAMES.get(point.recipe.name, point.recipe.name)
-    if point.recipe.adaptive:
-        order = point.recipe.counts.order
-        words = [f"EMP-{name}", *([] if order in (None, 2) else [f"order {order:g}"])]
-    elif point.match == "matrix":
-        words = [f"{name}, same total per matrix"]
-    else:
-        words = [f"{name}, uniform rows"]
-    return ", ".join(words + ([point.variant] if point.variant else []))
 
 
 def short_model_name(model: str) -> str:
@@ -506,29 +420,7 @@ def short_model_name(model: str) -> str:
     return "/".join(names[-2:] if names[-1:] == ["model"] else names[-1:]) or model
 
 
-def _linked(points: list[MeasuredPoint]) -> list[MeasuredPoint]:
-    """Link uniform points, as baselines, to an EMP point of the same criterion that removes
-    exactly as many weights.
-    """
-    adaptive: dict[tuple[str, bool, float], list[MeasuredPoint]] = {}
-    for point in points:
-        if point.recipe.adaptive and point.pruned:
-            adaptive.setdefault(
-                (point.recipe.name, point.recipe.score.relative, point.sparsity), []
-            ).append(point)
-    linked = []
-    for point in points:
-        recipe = point.recipe
-        same = adaptive.get((recipe.name, recipe.score.relative, point.sparsity), [])
-        if same and not recipe.adaptive and recipe.group == "row" and point.baseline_of is None:
-            run = recipe.counts.run if isinstance(recipe.counts, Match) else None
-            named = [other for other in same if run and Path(run).resolve() == Path(other.id)]
-            point = replace(point, baseline_of=(named or same)[0].id, match=point.match or "total")
-        linked.append(point)
-    return linked
-
-
-def _named_apart(points: list[MeasuredPoint]) -> list[MeasuredPoint]:
+def _named_apart(points: list[Point]) -> list[Point]:
     """Number the points whose name occurred before."""
     count: dict[str, int] = {}
     named = []
@@ -542,7 +434,7 @@ def _named_apart(points: list[MeasuredPoint]) -> list[MeasuredPoint]:
     return named
 
 
-def _suites(points: list[MeasuredPoint], alone: list[MeasuredPoint]) -> tuple[StudySuite, ...]:
+def _suites(points: list[Point], alone: list[Point]) -> list[StudySuite]:
     dense = [result for point in [*points, *alone] for result in point.dense]
     results = [result for point in points for result in point.results] + dense
     suites = []
@@ -552,11 +444,7 @@ def _suites(points: list[MeasuredPoint], alone: list[MeasuredPoint]) -> tuple[St
         names = dict.fromkeys(name for result in members for name in result.values)
         of_dense = first.values if first else {}
         suites.append(StudySuite(key, members[0].suite, of_dense, tuple(names)))
-    return tuple(suites)
-
-
-# EMP, or the quantity in which a uniform baseline matches an EMP point.
-Allocation = Literal["emp", "total", "matrix"]
+    return suites
 
 
 @dataclass(frozen=True)
@@ -572,78 +460,29 @@ class Dot:
 
 @dataclass(frozen=True)
 class Curve:
-    """Points of one criterion and one allocation of the zeros, by ascending sparsity."""
-
-    label: str
-    criterion: str
-    order: float | None
-    allocation: Allocation
-    dots: tuple[Dot, ...]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The difference between an EMP point and a uniform baseline that removes as many weights.
+    """Points of one method, by ascending sparsity.
 
     Attributes:
-        point, baseline: the EMP point and the baseline.
-        match: the quantity that is equal in both.
-        measure: its name; value: of the point; base: of the baseline.
-        change: from base to value, in percent of base; for accuracies in points. 0 for equal masks.
-            It has the paired standard error if both models were judged on the same examples.
-        better: whether the change is in EMP's favour; None if it is unknown whether high or low
-            values are good.
+        point: the first of them.
+        dots: of all.
     """
 
-    point: MeasuredPoint
-    baseline: MeasuredPoint
-    match: MatchBy
-    measure: str
-    value: float
-    base: float
-    change: Change
-    better: bool | None
-
-    @property
-    def verdict(self) -> str:
-        """The better of the two. A difference below two standard errors, if they are known, is
-        not clear.
-        """
-        if self.better is None:
-            return "-"
-        if not self.change.value:
-            return "equal"
-        stderr = self.change.stderr
-        if stderr is not None and abs(self.change.value) <= 2 * stderr:
-            return "no clear difference"
-        return "EMP" if self.better else "baseline"
+    point: Point
+    dots: tuple[Dot, ...]
 
 
 def curves(study: Study, suite: StudySuite, measure: str) -> list[Curve]:
     """One measure of a suite along every method: EMP, uniform rows, and uniform rows within each
     matrix.
-
-    A baseline that matches every matrix belongs to the order of its EMP point. A baseline that
-    matches the total belongs to no order, because equal totals give the same baseline.
     """
-    of = {point.id: point for point in study.points}
-    groups: dict[tuple[str, str, float | None, Allocation], list[Dot]] = {}
-    for point in study.pruned:
+    methods: dict[str, list[tuple[Point, Dot]]] = {}
+    for point in study.points:
         value = point.values_of(suite.key).get(measure)
-        if value is None or not math.isfinite(value.value):
-            continue
-        allocation: Allocation = "emp" if point.recipe.adaptive else point.match or "total"
-        matched = of.get(point.baseline_of or "", point)
-        order = None if allocation == "total" else matched.recipe.counts.order
-        dot = Dot(point.sparsity, value.value, _error_of(measure, value, suite.dense.get(measure)))
-        label = label_of(point) + (
-            f", order {order:g}" if allocation == "matrix" and order not in (None, 2.0) else ""
-        )
-        groups.setdefault((label, point.recipe.name, order, allocation), []).append(dot)
-    return [
-        Curve(*key, tuple(sorted(dots, key=lambda dot: dot.sparsity)))
-        for key, dots in groups.items()
-    ]
+        if value is not None and math.isfinite(value.value):
+            error = _error_of(measure, value, suite.dense.get(measure))
+            dot = Dot(point.sparsity, value.value, error)
+            methods.setdefault(point.label, []).append((point, dot))
+    return [Curve(members[0][0], tuple(dot for _, dot in members)) for members in methods.values()]
 
 
 def _error_of(measure: str, value: Value, dense: Value | None) -> float | None:
@@ -652,60 +491,3 @@ def _error_of(measure: str, value: Value, dense: Value | None) -> float | None:
         return value.stderr
     change = change_of(measure, value, dense)
     return None if change.stderr is None else change.stderr * dense.value / 100
-
-
-def differences(study: Study, suite: StudySuite) -> list[Difference]:
-    """The differences between every EMP point and each of its baselines, for every measure that
-    both have.
-    """
-    of = {point.id: point for point in study.points}
-    pairs = []
-    for baseline in study.pruned:
-        point = of.get(baseline.baseline_of or "")
-        if point is None or baseline.match is None:
-            continue
-        values = point.values_of(suite.key)
-        bases = baseline.values_of(suite.key)
-        for measure in [name for name in suite.measures if name in values and name in bases]:
-            value = values[measure]
-            base = bases[measure]
-            same = bool(point.masks) and point.masks == baseline.masks
-            change = Change(0.0, 0.0) if same else change_of(measure, value, base)
-            if not math.isnan(change.value):
-                lower = lower_is_better(measure)
-                better = (
-                    None if lower is None else (change.value < 0) == lower and change.value != 0
-                )
-                pairs.append(
-                    Difference(
-                        point,
-                        baseline,
-                        baseline.match,
-                        measure,
-                        value.value,
-                        base.value,
-                        change,
-                        better,
-                    )
-                )
-    methods = list(dict.fromkeys(label_of(point) for point in study.points))
-    return sorted(
-        pairs,
-        key=lambda pair: (
-            suite.measures.index(pair.measure),
-            methods.index(label_of(pair.point)),
-            pair.match != "total",
-            pair.point.recipe.counts.in_force or 0.0,
-        ),
-    )
-
-
-def lower_is_better(measure: str) -> bool | None:
-    """True for perplexities and losses, False for accuracies, None for unknown measures."""
-    if in_percent(measure):
-        return False
-    return (
-        True
-        if any(word in measure for word in ("perplexity", "bits_per_byte", "loss", "brier"))
-        else None
-    )

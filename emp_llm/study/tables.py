@@ -1,27 +1,21 @@
 """The results of a study so far, and their tables with the paper's values."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
 from emp_llm.checkpoint.files import INDEX_LIMIT, read_json
 from emp_llm.common.errors import UserError, count_of, printable, quotable, shortened_list
 from emp_llm.common.paths import REPORT_NAME, data_folder
-from emp_llm.common.tables import Rows, markdown_table, percent_cell, table
-from emp_llm.evaluation.comparison import (
-    Value,
-    change_notes,
-    in_percent,
-    shown_change,
-    value_cell,
-    values_of,
-)
+from emp_llm.common.tables import markdown_text
+from emp_llm.evaluation.comparison import Value, in_percent
 from emp_llm.options.flat import recipe_of
 from emp_llm.records.base import read_record
 from emp_llm.records.results import Results
-from emp_llm.reporting.studies import short_model_name
+from emp_llm.reporting import studies
+from emp_llm.reporting.points import all_columns, point_rows, points_markdown, points_text
+from emp_llm.reporting.studies import Point, SuiteResult, results_point, short_model_name
 from emp_llm.study.plan import Study
 
-_DETAILED = 200  # runs, whose matrices a report shows
 _PUBLISHED_BLOCK = 2048
 _PUBLISHED_TEXT = {
     "dataset": "Salesforce/wikitext",
@@ -38,105 +32,67 @@ _PROTOCOL = (
 # Results.
 
 
-@dataclass(frozen=True)
-class StudyRow:
-    """A point of a model, or the dense model.
-
-    Attributes:
-        label: its name.
-        result: None if it is missing.
-        status: why it is: "missing", or "unreadable".
-    """
-
-    label: str
-    result: Results | None = None
-    status: str = "missing"
-
-    @property
-    def values(self) -> dict[str, Value]:
-        """Its measures; empty without a result."""
-        return {} if self.result is None else values_of(self.result.measures)
-
-    @property
-    def sparsity(self) -> float | None:
-        """Of the targets; None for the dense model, and without a result."""
-        if self.result is None or self.result.pruned is None:
-            return None
-        return self.result.pruned.sparsity_of_targets
-
-
-@dataclass(frozen=True)
-class ModelResults:
-    """The results of a model: the dense one, and its points.
-
-    Attributes:
-        title: its short name.
-    """
-
-    title: str
-    dense: StudyRow
-    rows: list[StudyRow]
-
-
 @dataclass
 class StudyResults:
     """The results of a study.
 
     Attributes:
-        models: in the order of the study.
-        files: of the results that are there; runs: folders of the pruned checkpoints.
+        models: the points of each, in the order of the study.
+        inputs: files of the results that are there, and folders of the pruned checkpoints.
+        jobs: the number of all results.
         missing: files of the results that are not there.
         unreadable: sentences about files that cannot be read.
     """
 
-    models: list[ModelResults] = field(default_factory=list)
-    files: list[Path] = field(default_factory=list)
-    runs: list[Path] = field(default_factory=list)
+    models: list[studies.Study] = field(default_factory=list)
+    inputs: list[Path] = field(default_factory=list)
+    jobs: int = 0
     missing: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
-
-    @property
-    def inputs(self) -> list[Path]:
-        """What the report shows; without the matrices of the runs, if they are too many."""
-        return [*(self.runs if len(self.runs) <= _DETAILED else []), *self.files]
 
     @property
     def partial(self) -> str:
         """What is missing, in a sentence; empty if nothing is."""
         if not self.missing:
             return ""
-        jobs = len(self.missing) + len(self.files) + len(self.unreadable)
-        return f"Partial: {len(self.files)} of {count_of(jobs, 'result')} are there. Missing:"
+        there = self.jobs - len(self.missing) - len(self.unreadable)
+        return f"Partial: {there} of {count_of(self.jobs, 'result')} are there. Missing:"
 
 
-def study_results(folder: Path, study: Study) -> StudyResults:
-    """Read the results of a study so far. One that cannot be read is named."""
+def study_results(folder: Path, study: Study, against: str | None = None) -> StudyResults:
+    """Read the results of a study so far. One that cannot be read is named.
+
+    Args:
+        against: method or name of the points that the others are compared with; None: the first.
+    """
     found = StudyResults()
 
-    def row(model: str, point: str) -> StudyRow:
+    def read(model: str, point: str) -> Results | str:
+        """A result, or why there is none."""
         name = f"results/{model}.{point}.json"
+        found.jobs += 1
         run = folder / "runs" / f"{model}.{point}"
         if (run / REPORT_NAME).is_file():
-            found.runs.append(run)
+            found.inputs.append(run)
         if not (folder / name).is_file():
             found.missing.append(name)
-            return StudyRow(point)
+            return "missing"
         try:
             result = read_record(folder / name, Results, INDEX_LIMIT)
         except UserError as error:
             found.unreadable.append(str(error))
-            return StudyRow(point, status="unreadable")
+            return "unreadable"
         if not result.complete:
             found.missing.append(f"{name} (unfinished)")
-            return StudyRow(point)
-        found.files.append(folder / name)
-        return StudyRow(point, result)
+            return "missing"
+        found.inputs.append(folder / name)
+        return result
 
     for model in study.models:
-        dense = row(model.name, "dense")
-        rows = [row(model.name, point.name) for point in study.points]
+        names = ["dense", *(point.name for point in study.points)]
+        results = {name: read(model.name, name) for name in names}
         title = printable(short_model_name(model.model))
-        found.models.append(ModelResults(title, dense, rows))
+        found.models.append(_model(title, results, against))
     return found
 
 
@@ -174,52 +130,47 @@ def published_values(result: Results) -> tuple[float | None, dict[str, Value]] |
     return row.get("sparsity_percent"), values
 
 
-def _model_table(model: ModelResults) -> tuple[Rows, list[str]]:
-    """The table of a model with its footnotes. Below a recipe of the paper stand its values."""
-    studied = [model.dense, *model.rows]
-    dense = model.dense.values
-    names = list(dict.fromkeys(name for row in studied for name in row.values))
-    rows: Rows = [["", "zeros, %", *names]]
-    published_dense: dict[str, Value] = {}
-    for row in studied:
-        zeros = row.status if row.result is None else percent_cell(row.sparsity)
-        rows.append([printable(row.label), zeros, *_cells(names, row.values, dense)])
-        published = None if row.result is None else published_values(row.result)
-        if published is not None:
-            percent, values = published
-            if row is model.dense:
-                published_dense = values
-            zeros = "-" if percent is None or row is model.dense else f"{percent:.2f}"
-            rows.append(["paper", zeros, *_cells(names, values, published_dense)])
+def _model(title: str, results: dict[str, Results | str], against: str | None) -> studies.Study:
+    """The points of a model. Below the dense model and each recipe of the paper stand its values.
 
-    notes = [
-        "in brackets the changes from the dense model: of perplexities in percent, of "
-        "accuracies in points"
-    ]
-    if model.dense.result is None:
-        notes.append("no changes: the dense model is missing")
-    notes += change_notes(names, dense, [row.values for row in model.rows])
-    if len({percent_cell(row.sparsity) for row in studied if row.sparsity is not None}) > 1:
-        notes.append(
-            "the rows differ in their zeros too; plan --emp-sparsities compares methods "
-            "at the same share"
-        )
-    if any(value.partial for row in studied for value in row.values.values()):
-        notes.append("* partial: only some of the examples or of the text")
-    if published_dense and any(map(in_percent, names)):
-        notes.append(_PROTOCOL)
-    return rows, notes
+    Args:
+        results: of each point, the dense model first; or why there are none.
+    """
+    points = []
+    dense: list[Point] = []
+    papers: list[tuple[Point, Results]] = []
+    for name, result in results.items():
+        if isinstance(result, str):
+            sparsity = 0.0 if name == "dense" else 1.0
+            points.append(Point(name, printable(name), sparsity=sparsity, zeros=result))
+            continue
+        point = replace(results_point(result, Path(name)), name=printable(name))
+        (dense if result.pruned is None else points).append(point)
+        papers.append((point, result))
+    study = studies.Study.of(title, title, points, dense, against)
+    published_dense: tuple[SuiteResult, ...] = ()
+    for point, result in papers:
+        published = published_values(result)
+        if published is None:
+            continue
+        percent, values = published
+        key = (point.results or point.dense)[0].key
+        paper = (SuiteResult("paper", key, values),)
+        published_dense = published_dense or paper
+        zeros = "-" if percent is None or result.pruned is None else f"{percent:.2f}"
+        row = Point("paper", "paper", zeros=zeros, sparsity=point.sparsity, results=paper)
+        place = study.points.index(point) + 1 if point in study.points else 0
+        study.points.insert(place, replace(row, dense=published_dense))
+    return study
 
 
-def _cells(names: list[str], values: dict[str, Value], dense: dict[str, Value]) -> list[str]:
-    """The measures, with their changes from the dense model's in brackets."""
-    cells = []
-    for name in names:
-        cell = value_cell(name, values.get(name))
-        if values != dense and name in values and name in dense:
-            cell += f" ({shown_change(name, dense[name], values[name])})"
-        cells.append(cell)
-    return cells
+def _notes(study: studies.Study) -> list[str]:
+    """What the table of points does not say."""
+    papers = any(point.name == "paper" for point in study.points)
+    accuracies = any(in_percent(measure) for _, measure in all_columns(study))
+    missing = all(not suite.dense for suite in study.suites)
+    notes = ["no changes: the dense model is missing"] * missing
+    return notes + [_PROTOCOL] * (papers and accuracies)
 
 
 def study_markdown(results: StudyResults) -> str:
@@ -229,23 +180,18 @@ def study_markdown(results: StudyResults) -> str:
         texts += [results.partial, "\n".join(f"- {name}" for name in results.missing)]
     texts += [f"Unreadable: {printable(line, 400)}" for line in results.unreadable]
     for model in results.models:
-        rows, notes = _model_table(model)
-        texts += [f"## {model.title}", markdown_table(rows), *notes]
+        rows, notes = point_rows(model, all_columns(model), methods=False)
+        texts += [f"## {markdown_text(model.title)}"]
+        texts += points_markdown(rows, [*notes, *_notes(model)])
     return "\n\n".join(texts) + "\n"
 
 
 def study_text(results: StudyResults) -> str:
-    """All tables of a study for a terminal, and what is missing."""
+    """The tables of a study for a terminal, and what is missing."""
     texts = []
-    footnotes = dict[str, None]()
     for model in results.models:
-        rows, notes = _model_table(model)
-        texts.append(f"{model.title}\n{table(rows)}\n")
-        footnotes |= dict.fromkeys(notes)
-    texts += footnotes
+        texts.append(f"{model.title}\n{points_text(model, _notes(model), methods=False)}\n")
     if results.missing:
         texts.append(f"{results.partial} {shortened_list(results.missing, 6)}")
     texts += [f"warning: unreadable, so left out: {quotable(line)}" for line in results.unreadable]
-    if len(results.runs) > _DETAILED:
-        texts.append(f"the report leaves out the matrices of more than {_DETAILED} runs")
     return "\n".join(texts)

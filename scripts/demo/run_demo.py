@@ -16,11 +16,16 @@ from pathlib import Path
 
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.tables import percent_cell, table
-from emp_llm.evaluation.comparison import formatted, in_percent, shown_change, values_of
+from emp_llm.evaluation.comparison import (
+    formatted,
+    in_percent,
+    main_measures,
+    shown_change,
+    values_of,
+)
 from emp_llm.records.base import read_record
 from emp_llm.records.results import Results
 from emp_llm.records.run_report import read_report
-from emp_llm.reporting.run_tables import main_measures
 
 # Name of the output -> row of the table, and the options of its prune.
 RUNS = {

@@ -19,7 +19,7 @@ from paper_pages import Page, options_of, written_page
 from torch import Tensor
 
 from emp_llm.common.tables import markdown_table
-from emp_llm.reporting.figures import COLOURS, MARKERS, N_EFF, drawn, new_figure
+from emp_llm.reporting.figures import COLOURS, MARKERS, drawn, new_figure
 from emp_llm.selection.effective import (
     effective_mask,
     effective_mass,
@@ -130,7 +130,7 @@ def _add_figure(page: Page, points: dict[str, Points]) -> None:
             some = slice(None, None, max(1, len(found.n_eff) // 40))
             left.plot(found.n_eff[some], found.s_eff[some], label=kind, **style)
             right.plot(found.n_eff[some] / SIZE, found.uniform[some], **style)
-        left.set_xlabel(N_EFF, parse_math=True)
+        left.set_xlabel(r"$N_\mathrm{eff}$", parse_math=True)
         left.set_ylabel("s_eff")
         right.set_yscale("log")
         right.set_ylim(1e-11, 1e3)
