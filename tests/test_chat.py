@@ -342,6 +342,11 @@ def test_the_run_says_what_was_rendered(
     caplog.set_level(logging.INFO)
     of_file(write(tmp_path / "texts.jsonl", {"messages": "No chat."}), ITEMS)
     assert "column 'messages' holds text in 1 row, to which no chat template" in caplog.text
+    for answer in ("completion", "chosen"):
+        plain = {"prompt": "Will it rain?", answer: " No."}
+        of_file(write(tmp_path / f"{answer}.jsonl", plain, plain), ITEMS)
+        told = f"{answer}.jsonl: column 'prompt' holds text in 2 rows, to which no chat template"
+        assert told in caplog.text
 
 
 def test_prompts_of_conversations_end_before_the_answer(tmp_path: Path) -> None:

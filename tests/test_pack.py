@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from tiny import weights_of
 from transformers import AutoModelForCausalLM
 
-from emp_llm import pack, unpack
+from emp_llm import pack, unpack, verify
 from emp_llm.checkpoint.bits import (
     join_planes,
     mask_of,
@@ -333,6 +333,7 @@ def test_wrong_use_is_answered(
     pack(source, tmp_path / "packed")
     for call, said in (
         (lambda: pack(tmp_path / "packed", tmp_path / "x"), "a packed checkpoint. Unpack it first"),
+        (lambda: verify(tmp_path / "packed"), "a packed checkpoint. Unpack it first"),
         (lambda: pack(source, tmp_path / "packed"), "output .*: it exists"),
         (
             lambda: pack(source, source / "inside"),

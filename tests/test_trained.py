@@ -232,7 +232,14 @@ def test_a_model_in_memory_that_is_not_trained(
     report = prune_model(model, recipe, str(text), tokenizer, samples=4, seqlen=64)
     save(model.to(dtype), source, tmp_path / "out")
     report.save(tmp_path / "out")
-    assert not read_report(tmp_path / "out").trained
+    stored = read_report(tmp_path / "out")
+    assert not stored.trained
+    size = sum(tensor.end - tensor.start for tensor in oracle.tensors(tmp_path / "out").values())
+    if dtype == (torch.bfloat16 if refit else torch.float32):
+        assert stored.sizes is not None
+        assert stored.sizes.dense == size
+    else:
+        assert stored.sizes is None  # those of another dtype would be untrue
     card = card_of(tmp_path / "out")
     assert "All other weights are those of the base model." in card
     assert f"Perplexity on text of {text.name} that was held out" in card.replace("\\", "")

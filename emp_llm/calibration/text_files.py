@@ -149,9 +149,15 @@ def _parsed(path: Path, raw: bytes, first: int) -> Any:
     except RecursionError as error:
         raise UserError(f"{path}: line {first} is nested too deeply. Remove it.") from error
     except json.JSONDecodeError as error:
+        line = first + error.lineno - 1
+        if error.msg == "Extra data" and line > first:
+            raise UserError(
+                f"{path}: a list ends before line {line}, where more follows. Write each row as an "
+                'object, such as {"messages": [...]}, or the whole file as one list.'
+            ) from error
         raise UserError(
-            f"{path}: line {first + error.lineno - 1} is not JSON ({error.msg.lower()}). Mend or "
-            "remove it, or write the file again."
+            f"{path}: line {line} is not JSON ({error.msg.lower()}). Mend or remove it, or write "
+            "the file again."
         ) from error
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from emp_llm.calibration.chat import BESIDE, CHAT_COLUMNS, Chat, text_column, text_in
+from emp_llm.calibration.chat import BESIDE, CHAT_COLUMNS, PROMPT_COLUMN, Chat, text_column, text_in
 from emp_llm.calibration.hub_data import NO_NETWORK, cache_alone, hub_answers
 from emp_llm.calibration.text_files import ENDINGS as TEXT_ENDINGS
 from emp_llm.calibration.text_files import columns_of, ending_of, plain, rows_of, text_of
@@ -326,18 +326,21 @@ def text_rows(corpus: Corpus, seed: int = 0) -> Iterator[str | Chat | tuple[int,
     answered = corpus.column == "text" and not corpus.generate
     shuffled = " as shuffled" if corpus.shuffle else ""
     number = used = first = texts = 0
+    wrong = ""
     try:
         for number, row in enumerate(rows, 1):
             where = f"{corpus.source}: row {number:,}{shuffled}"
             found = text_in(row, column, where, answered) if isinstance(row, Mapping) else None
             if found is None:
-                first = first or number
+                if not first:
+                    first = number
+                    wrong = repr(row.get(column) if isinstance(row, Mapping) else row)
                 continue
             used += 1
             texts += isinstance(found, str)
             yield found
     finally:
-        if texts and column in CHAT_COLUMNS and ranks().main:
+        if texts and column in (*CHAT_COLUMNS, PROMPT_COLUMN, "chosen") and ranks().main:
             logger.info(
                 "%s: column %r holds text in %s, to which no chat template is applied.",
                 corpus.source,
@@ -355,7 +358,9 @@ def text_rows(corpus: Corpus, seed: int = 0) -> Iterator[str | Chat | tuple[int,
                 f"{first:,}",
             )
     if not used:
-        found_in = f"in any of {count_of(number, 'row')}" if number else ": the file has no rows"
+        found_in = ": the file has no rows"
+        if number:
+            found_in = f"in any of {count_of(number, 'row')} ({quotable(wrong)} in row {first:,})"
         raise UserError(
             f"{corpus.source}: column {column!r} holds neither text nor conversations"
             f"{' ' if number else ''}{found_in}. Name a column of text with ,column=NAME."

@@ -15,6 +15,7 @@ from emp_llm.common.paths import (
     ACTIVATIONS_NAME,
     CRITERION_NAME,
     MANIFEST_NAME,
+    PACK_NAME,
     REPORT_NAME,
     SUMS_NAME,
 )
@@ -94,6 +95,8 @@ def verify(options: VerifyOptions) -> "Findings":
             )
     if options.criterion is not None and options.scores is not None:
         raise UserError("--criterion and --scores both define the scores; give only one.")
+    if (options.folder / PACK_NAME).is_file():
+        Checkpoint(options.folder)  # which says how to unpack it
     findings = Findings()
     manifest = None
     if (

@@ -125,6 +125,9 @@ class ModelReport:
             for name, entry in self.record.matrices.items()
         }
         record = msgspec.structs.replace(self.record, matrices=matrices)
+        size = sum(tensor.end - tensor.start for tensor in checkpoint.tensors.values())
+        if record.sizes is not None and record.sizes.dense != size:
+            record = msgspec.structs.replace(record, sizes=None)  # they are of another dtype
         now = digests(architecture)
         if any(now.get(name, digest) != digest for name, digest in self.weights.items()):
             record = _trained(record)
