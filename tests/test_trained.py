@@ -40,7 +40,7 @@ from emp_llm import (
     verify,
 )
 from emp_llm import report as page
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, format_bytes
 from emp_llm.models.reapply import masks_in
 from emp_llm.records.run_report import read_report
 
@@ -263,12 +263,19 @@ def test_without_neurons(
     model = tuned_by_lora(folder, "q_proj", "down_proj")
     if options:
         assert reapply_mask(model, folder) > 0
-    save(model, source, tmp_path / "out")
+    save(model.float(), source, tmp_path / "out")
     ModelReport.load(folder).save(tmp_path / "out")
     done = command("verify", tmp_path / "out", "--source", source)
     assert TRAINED in done.stderr
+    assert "a comparison checks what was removed." in done.stderr
     assert done.stdout.startswith("0 differences")
-    assert "Then it was fine-tuned." in card_of(tmp_path / "out")
+    card = card_of(tmp_path / "out")
+    assert "Then it was fine-tuned." in card
+    if not options:
+        size = sum(
+            tensor.end - tensor.start for tensor in oracle.tensors(tmp_path / "out").values()
+        )
+        assert re.search(rf"- weights: [^>]*-\\?> {re.escape(format_bytes(size))} \(", card)
     if options:
         assert verify(tmp_path / "out", masks=folder).differences == []
     else:

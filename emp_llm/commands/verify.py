@@ -109,7 +109,7 @@ def verify(options: VerifyOptions) -> "Findings":
         if _is_trained(options.folder):
             logger.info(
                 "%s: its kept weights were trained after it was pruned, so they may differ from "
-                "the dense model's; a comparison checks its zeros.",
+                "the dense model's; a comparison checks what was removed.",
                 options.folder,
             )
     try:
@@ -174,7 +174,8 @@ def _check_against(
         state = "refitted" if asked.update is not None and asked.update.refit else "updated"
         state = state if asked.heal is None else "healed"
         logger.info(
-            "%s is %s: its kept weights may differ from the source, and its zeros are checked.",
+            "%s is %s: its kept weights may differ from the source, and what was removed is "
+            "checked.",
             pruned.folder,
             state,
         )
