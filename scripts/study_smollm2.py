@@ -1,4 +1,4 @@
-"""SmolLM2-135M, the first model that people know: damage, answers, time and memory of every method.
+"""SmolLM2-135M, a widely used model: damage, answers, time and memory of every method.
 
     python scripts/study_smollm2.py OUT --shared DIR --model FOLDER [--rows NAME ...]
     python scripts/study_smollm2.py OUT --write docs/smollm2
