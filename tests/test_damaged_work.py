@@ -5,12 +5,14 @@ with a warning, to the same bytes.
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torture
@@ -190,6 +192,80 @@ def test_crafted_notes(
     refit.check(".out.partial/manifest.json", craft, tmp_path, caplog, warns=False)
 
 
+def renoted(part: str, name: str, change: Damage, work: Path) -> None:
+    """Change a file of a work folder, and give it its new hash in the manifest."""
+    change(work / name)
+    notes = read_own(work / "manifest.json", dict[str, Any])
+    assert notes is not None
+    digest = blake3((work / name).read_bytes()).hexdigest()
+    if "stages" in notes[part]:
+        notes[part]["hash"] = digest
+    else:
+        notes[part][(work / name).name] = digest
+    write_own(work / "manifest.json", notes)
+
+
+def other_shape(tensor: Tensor) -> Tensor:
+    return tensor[..., :-1]
+
+
+OTHER_TENSORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "another shape": other_shape,
+    "no dimension": lambda tensor: tensor.flatten()[0],
+    "two dimensions": lambda tensor: tensor.reshape(2, -1),
+    "integers": lambda tensor: tensor.to(torch.int8),
+    "complex": lambda tensor: tensor.to(torch.complex64),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_TENSORS)
+def test_crafted_norms(
+    refit: Work, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    change = partial(changed, change=OTHER_TENSORS[name])
+    file = "files/emp_llm/activations.safetensors"
+    refit.check(".out.partial", partial(renoted, "calibrated", file, change), tmp_path, caplog)
+
+
+@pytest.mark.parametrize(
+    "name", ["another shape", "transposed", "integers", "no metadata", "another block", "nothing"]
+)
+def test_crafted_blocks_of_a_finished_refit(
+    refit: Work, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    def craft(path: Path) -> None:
+        with_its_hash(CRAFTED[name], path / "block-00000.safetensors")
+
+    file = "fitted/blocks.json"
+    damage = partial(renoted, "refitted", file, lambda path: craft(path.parent))
+    refit.check(".out.partial", damage, tmp_path, caplog)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 500])
+def test_crafted_figures_of_rows(
+    refit: Work, tmp_path: Path, caplog: pytest.LogCaptureFixture, rows: int
+) -> None:
+    def craft(path: Path) -> None:
+        file = max(path.glob("*.npy"), key=lambda file: file.stat().st_size)
+        renoted("rows", file.name, lambda path: np.save(path, np.zeros((rows, rows))), path)
+
+    refit.check(".out.partial", craft, tmp_path, caplog)
+
+
+@pytest.mark.parametrize("stages", [{"x": {}}, {"x": {"y": 1.0}}, {"calibrate": {"seconds": "1"}}])
+def test_crafted_times(
+    refit: Work, tmp_path: Path, caplog: pytest.LogCaptureFixture, stages: dict[str, Any]
+) -> None:
+    def craft(path: Path) -> None:
+        notes = read_own(path, dict[str, Any])
+        assert notes is not None
+        for part in ("calibrated", "refitted"):
+            notes[part]["stages"] = stages
+        write_own(path, notes)
+
+    refit.check(".out.partial/manifest.json", craft, tmp_path, caplog, warns=False)
+
+
 # A structure that is killed while it writes.
 
 
@@ -208,6 +284,52 @@ def test_work_of_a_structure(
     heads: Work, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     heads.check(f".out.partial/files/{name}", flip, tmp_path, caplog)
+
+
+@pytest.mark.parametrize("name", OTHER_TENSORS)
+def test_crafted_sums_of_a_structure(
+    heads: Work, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    change = partial(changed, change=OTHER_TENSORS[name], metadata={})
+    file = "files/emp_llm/sums.safetensors"
+    heads.check(".out.partial", partial(renoted, "sums", file, change), tmp_path, caplog)
+
+
+# A prune whose blocks lose shares by their cost, killed while it writes.
+
+
+@pytest.fixture(scope="module")
+def by_cost(
+    models: Models, given: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Work:
+    how = given | {"method": "magnitude", "sparsity": 0.5, "shares": "cost", "check": False}
+    return Work(
+        lambda output: prune(models("llama"), output=output, **how),
+        partial(killed_in_call, writing._ShardFile, "put_rows", 5),
+        tmp_path_factory.mktemp("by_cost"),
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda shares: {},
+        lambda shares: {"x": 1},
+        lambda shares: dict.fromkeys(shares, -1),
+        lambda shares: dict.fromkeys(shares, 2**62),
+        lambda shares: dict.fromkeys(shares, "1"),
+        lambda shares: list(shares),
+    ],
+)
+def test_crafted_shares(
+    by_cost: Work, tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Callable[..., Any]
+) -> None:
+    def craft(path: Path) -> None:
+        notes = read_own(path, dict[str, Any])
+        assert notes is not None
+        write_own(path, notes | {"shares": change(notes["shares"]), "shards": {}})
+
+    by_cost.check(".out.partial/manifest.json", craft, tmp_path, caplog, warns=False)
 
 
 # A calibration by blocks.
@@ -232,6 +354,59 @@ def test_work_of_a_calibration(
     norms: Work, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: Damage
 ) -> None:
     norms.check(f".out.progress/{name}", damage, tmp_path, caplog)
+
+
+def craft_state(folder: Path, **fields: Any) -> None:
+    """Give the state of a calibration the hashes of its files, and some other fields."""
+    state = read_own(folder / "state.json", dict[str, Any])
+    assert state is not None
+    files = {path.name: blake3(path.read_bytes()).hexdigest() for path in folder.glob("*-*")}
+    write_own(folder / "state.json", state | {"files": files} | fields)
+
+
+@pytest.mark.parametrize("name", [*OTHER_TENSORS, "no tensors", "other names", "nothing"])
+@pytest.mark.parametrize("file", ["sums", "hidden"])
+def test_crafted_files_of_a_calibration(
+    norms: Work, tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, name: str
+) -> None:
+    def craft(folder: Path) -> None:
+        path = next(folder.glob(f"{file}-*"))
+        if name == "nothing":
+            path.write_bytes(b"")
+        elif name == "no tensors":
+            save_file({}, path)
+        elif name == "other names":
+            save_file({f"x{key}": tensor for key, tensor in load_file(path).items()}, path)
+        else:
+            changed(path, OTHER_TENSORS[name], {})
+        craft_state(folder)
+
+    norms.check(".out.progress", craft, tmp_path, caplog)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input_of": {}},
+        {"input_of": {"x": "y"}},
+        {"tokens": {}},
+        {"tokens": {"x": 1}},
+        {"done": 0},
+        {"done": -1},
+        {"done": 10**9},
+    ],
+)
+def test_crafted_states_of_a_calibration(
+    norms: Work, tmp_path: Path, caplog: pytest.LogCaptureFixture, fields: dict[str, Any]
+) -> None:
+    def craft(folder: Path) -> None:
+        if "done" in fields:
+            for path in list(folder.glob("*-*")):
+                name = re.sub("-[0-9]+", f"-{fields['done']}", path.name, count=1)
+                path.rename(folder / name)
+        craft_state(folder, **fields)
+
+    norms.check(".out.progress", craft, tmp_path, caplog)
 
 
 # A healing by blocks that is killed in its second block.
@@ -306,6 +481,38 @@ def test_a_crafted_plan_of_a_healing(
         write_own(path, notes | {"healing_plan": notes["healing_plan"] | fields})
 
     healing.check(".out.partial/manifest.json", craft, tmp_path, caplog, warns=False)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"recipe": 1},
+        {"recipe": {"heal": {"steps": "x"}}},
+        {"recipe": {"heal": {"steps": -1}}, "text": {}},
+        {"recipe": {"heal": {"steps": 10**400}}, "text": {}},
+        {"recipe": {"heal": {"steps": 2}}, "text": 1},
+        {"recipe": {"heal": {"steps": 2}}, "texts": {"a": 1}},
+        {"recipe": {"heal": {"steps": 2}}, "text": {}, "source": []},
+        {"activations": "x"},
+        {"activations": [1]},
+    ],
+)
+def test_a_crafted_signature_of_minutes(
+    models: Models,
+    given: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, Any],
+) -> None:
+    """It is of other work, which is neither used nor discarded."""
+    monkeypatch.setattr(training, "steps_of_minutes", lambda *_, **__: 2)
+    work = tmp_path / ".out.partial"
+    (work / "files").mkdir(parents=True)
+    write_own(work / "manifest.json", {"signature": {"minutes": 5.0} | fields, "shards": {}})
+    how = given | {"method": "wanda", "heal": True, "heal_minutes": 5.0}
+    with pytest.raises(UserError, match="holds the work of an unfinished run with"):
+        prune(models("llama"), output=tmp_path / "out", **how)
 
 
 @pytest.mark.parametrize("damage", [flip, put_folder, CRAFTED["another block"]])

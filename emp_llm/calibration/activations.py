@@ -8,8 +8,8 @@ holds these and the others.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from emp_llm.checkpoint.files import STRICT, parse_json, tensor_bytes, write_bytes
+from emp_llm.checkpoint.files import STRICT, parse_json, tensor_bytes, unfinished, write_bytes
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.machine import Stopwatch
 from emp_llm.common.paths import ACTIVATIONS_NAME
 from emp_llm.common.ranks import ranks
+from emp_llm.models.architecture import Target
 from emp_llm.records.base import record_of
 from emp_llm.records.source import ActivationsInfo, CalibrationRecord
 from emp_llm.selection.statistics import NORM, RELATIVE, STATISTICS
@@ -129,6 +130,10 @@ class Activations:
                 if name not in tensors:
                     raise UserError(f"{path}: it lacks norms of layers that it names. {_REMEDY}")
                 value = tensors[name]
+                if value.dtype != torch.float32:
+                    raise UserError(
+                        f"{path}: the norms of {name} are {value.dtype}, not float32. {_REMEDY}"
+                    )
                 valid = torch.isfinite(value) & (signed | (value >= 0))
                 if value.dim() != 1 or not bool(valid.all()):
                     raise UserError(
@@ -145,12 +150,34 @@ def keep_norms(out: OutputFolder, norms: Activations, stopwatch: Stopwatch) -> N
     out.finish("calibrated", out.files / ACTIVATIONS_NAME, dict(stopwatch.record))
 
 
-def kept_norms(out: OutputFolder, stopwatch: Stopwatch) -> Activations | None:
+def kept_norms(
+    out: OutputFolder, stopwatch: Stopwatch, targets: Sequence[Target]
+) -> Activations | None:
     """The norms that an interrupted run of the same command collected; None if it did not finish
     its calibration. A collective call.
     """
-    stages = out.finished("calibrated", out.files / ACTIVATIONS_NAME)
+    path = out.files / ACTIVATIONS_NAME
+    stages = out.finished("calibrated", path)
     if stages is None:
         return None
-    stopwatch.record |= stages
-    return ranks().first(partial(Activations.load, out.files / ACTIVATIONS_NAME))
+    norms = ranks().first(lambda: own_norms(path, targets))
+    if norms is not None:
+        stopwatch.record |= stages
+    return norms
+
+
+def own_norms(path: Path, targets: Sequence[Target]) -> Activations | None:
+    """The norms in a file of our unfinished work; None if there is none, or, with a warning, if it
+    is damaged or of other layers than some targets.
+    """
+
+    def read(path: Path) -> Activations:
+        norms = Activations.load(path)
+        for target in targets:
+            for statistic in norms.statistics:
+                value = norms.of(target.name, statistic)
+                if value is not None and len(value) != target.matrix.columns:
+                    raise ValueError(f"{target.name} has other inputs")
+        return norms
+
+    return unfinished(path, read)

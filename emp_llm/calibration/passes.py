@@ -29,11 +29,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 import torch
 from blake3 import blake3
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -62,6 +63,7 @@ from emp_llm.models.modules import (
     as_created,
     body_of,
     find_towers,
+    inputs_of,
     is_encoder_decoder,
     set_to_zero,
     weight_of,
@@ -71,6 +73,7 @@ from emp_llm.models.placement import Quantization, quantization_record
 from emp_llm.options.calibration import Execution, Place, Propagate
 from emp_llm.options.recipe import Match, Recipe
 from emp_llm.records.source import CalibrationRecord, ModelIdentity
+from emp_llm.selection.statistics import NORM
 
 logger = logging.getLogger(__name__)
 # A context around the call with a batch, given its first argument.
@@ -536,7 +539,7 @@ class _State(msgspec.Struct):
     """
 
     signature: str
-    done: int
+    done: Annotated[int, msgspec.Meta(ge=1)]
     input_of: dict[str, str]
     tokens: dict[str, int]
     files: dict[str, str]
@@ -558,7 +561,7 @@ class CalibrationProgress:
         self._cost: float | None = None  # seconds of the last save
         self._full = False
 
-    def restore(self, collected: InputSums, walk: Walk) -> int:
+    def restore(self, collected: InputSums, walk: Walk, layers: list[Layer]) -> int:
         """Restore the state that an earlier run with this signature saved; returns the number of
         its finished blocks.
 
@@ -572,7 +575,7 @@ class CalibrationProgress:
         # Those of another rank may be on another disk.
         mine = [*paths, sums] if ranks().main else paths
         intact = all(is_intact(path, state.files.get(path.name)) for path in mine)
-        if not all(ranks().gather(intact)):
+        if not all(ranks().gather(intact and self._fits(state, collected, walk, layers))):
             logger.warning(
                 "warning: %s: files are missing or damaged; the calibration starts over.",
                 self.folder,
@@ -583,18 +586,45 @@ class CalibrationProgress:
             hidden = tensors.pop("hidden")
             walk.hidden.hand_on(number, {int(place): tensors[place] for place in tensors})
             walk.hidden.put(number, hidden)
-        collected.totals = {}
-        for name, total in ranks().first(partial(load_file, sums)).items():
-            layer, _, statistic = name.rpartition(".")
-            collected.totals[statistic, layer] = total
-        collected.input_of = state.input_of
-        collected.tokens = state.tokens
+        _put_state(collected, state, ranks().first(partial(load_file, sums)))
         walk.bar.update(state.done)
         logger.info(
             "resumed after block %d of %d (%s).", state.done, len(walk.runner.blocks), self.folder
         )
         self._saved_at = time.monotonic()
         return state.done
+
+    def _fits(self, state: _State, collected: InputSums, walk: Walk, layers: list[Layer]) -> bool:
+        """Whether a state and its files, which are as they were written, are of this model and
+        text.
+        """
+        model = walk.runner.model
+        try:
+            for number in range(len(walk.batches)):
+                tensors = load_file(self._path(state.done, number))
+                hidden = tensors.pop("hidden")
+                begun = walk.hidden.get(number, hidden.device)
+                if hidden.shape != begun.shape or not hidden.is_floating_point():
+                    return False
+                _ = [int(place) for place in tensors]
+            if not ranks().main:
+                return True
+            sums = InputSums(statistic.name for statistic in collected.statistics)
+            _put_state(sums, state, load_file(self._sums(state.done)))
+            observed = {layer for statistic, layer in sums.totals if statistic == NORM.name}
+            return (
+                state.done < len(walk.runner.blocks)
+                and {*state.input_of.values()} <= observed <= state.input_of.keys()
+                and all(total.dtype == torch.float64 for total in sums.totals.values())
+                and all(
+                    value.shape == (inputs_of(model, layer),)
+                    for values in sums.activations(layers).statistics.values()
+                    for layer in layers
+                    if (value := values.get(layer.name)) is not None
+                )
+            )
+        except (SafetensorError, LookupError, ValueError, RuntimeError):
+            return False
 
     def _is_due(self, now: float) -> bool:
         wait = max(_SECONDS, _RATIO * (self._cost or 0.0))
@@ -702,6 +732,16 @@ class CalibrationProgress:
         return len(content)
 
 
+def _put_state(collected: InputSums, state: _State, totals: dict[str, Tensor]) -> None:
+    """Put a saved state, with the tensors of its sums, in place of what is collected."""
+    collected.totals = {}
+    for name, total in totals.items():
+        layer, _, statistic = name.rpartition(".")
+        collected.totals[statistic, layer] = total
+    collected.input_of = state.input_of
+    collected.tokens = state.tokens
+
+
 def _unless_full(write: Callable[[], int]) -> int | None:
     """What `write` returns; None if the disk is full."""
     try:
@@ -747,7 +787,7 @@ def calibrate_blocks(
     hooks = input_hooks(model, layers, statistics)
     with hooks as collected, runner.walk(batches, "calibrate") as walk:
         collected.reduce()  # layers before the first block
-        first = progress.restore(collected, walk) if progress is not None else 0
+        first = 0 if progress is None else progress.restore(collected, walk, layers)
         for step in walk.steps(first):
             prefix = f"{step.name}."
             every = masker.targets if masker is not None else []

@@ -54,7 +54,7 @@ from emp_llm.common.errors import (
     reason,
     shortened_list,
 )
-from emp_llm.common.machine import OutOfMemory
+from emp_llm.common.machine import OutOfMemory, Times
 from emp_llm.common.paths import (
     CARD_MARK,
     CARD_NAME,
@@ -98,7 +98,7 @@ class _Finished(msgspec.Struct):
     """What the manifest says of a part with a file."""
 
     hash: str | None
-    stages: dict[str, dict[str, float]]
+    stages: dict[str, Times]
 
 
 class OutputFolder:

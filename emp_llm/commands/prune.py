@@ -209,7 +209,7 @@ def _prune_weights(run: "PruneRun", scores: "Scores") -> RunReport:
                 batch_size=options.batch_size,
                 hidden_states=options.hidden_states,
             )
-            moved = moved_weights(run, out, update.name, move)
+            moved = moved_weights(run, out, update.name, move, run.targets)
         dense = checked(run, run.source.folder)
         if run.suite is None:
             run.models.free()  # the dense model is no longer needed
@@ -227,7 +227,12 @@ def _removed_by_cost(
     from emp_llm.runs.loss_budget import LossCurve
 
     removed = out.get("shares", dict[str, int])
-    if removed is None:
+    sizes = {target.name: target.matrix.numel for target in run.targets}
+    if (
+        removed is None
+        or removed.keys() != sizes.keys()
+        or not all(0 <= number <= sizes[name] for name, number in removed.items())
+    ):
         assert run.deciding is not None
         with stage("shares"), run.stopwatch("shares"):
             device = run.options.mask_device

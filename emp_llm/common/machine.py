@@ -16,7 +16,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
 
 from emp_llm.common.errors import UserError, count_of, format_bytes
 
@@ -193,6 +193,14 @@ def enough_memory(
     return out_of_memory(message)
 
 
+class Times(TypedDict):
+    """What a stage took."""
+
+    seconds: float
+    peak_bytes: NotRequired[float]
+    peak_cuda_bytes: NotRequired[float]
+
+
 class Stopwatch:
     """Times stages: `with stopwatch("prune"): ...`. `record` holds the seconds and peak bytes of
     each stage.
@@ -204,7 +212,7 @@ class Stopwatch:
 
     def __init__(self, peaks: bool = True) -> None:
         self._peaks = peaks and UserError.in_shell
-        self.record: dict[str, dict[str, float]] = {}
+        self.record: dict[str, Times] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -212,7 +220,7 @@ class Stopwatch:
             _reset_peaks()
         start = time.perf_counter()
         yield
-        entry: dict[str, float] = {"seconds": round(time.perf_counter() - start, 3)}
+        entry: Times = {"seconds": round(time.perf_counter() - start, 3)}
         if self._peaks:
             entry["peak_bytes"] = peak_memory()
             if _gpus():

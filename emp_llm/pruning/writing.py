@@ -37,6 +37,7 @@ from emp_llm.checkpoint.files import (
     file_hash,
     prefetch,
     sync_path,
+    unfinished,
     write_bytes,
 )
 from emp_llm.checkpoint.output import OutputFolder
@@ -144,11 +145,12 @@ def _write_shards(
         size = shard.stat().st_size
         table = f"{shard.name}.npy"
         if output is not None and shard.name in hashes and table in of_rows:
-            statistics = _saved_statistics(output.work / table, targets)
-            for done, rows in zip(targets, statistics, strict=True):
-                outcomes[done.name] = outcome_of(done, rows, pruner.counts, None)
-            bar.update(size)
-            continue
+            kept = unfinished(output.work / table, partial(_saved_statistics, targets=targets))
+            if kept is not None:
+                for done, rows in zip(targets, kept, strict=True):
+                    outcomes[done.name] = outcome_of(done, rows, pruner.counts, None)
+                bar.update(size)
+                continue
         digest = RunningHash(folder / shard.name)
         statistics = []
         reader = files.reader(shard)
@@ -288,7 +290,9 @@ def _save_statistics(path: Path, statistics: list[RowFigures]) -> None:
 
 def _saved_statistics(path: Path, targets: list[Target]) -> list[RowFigures]:
     table = np.load(path)
-    ends = accumulate((target.matrix.rows for target in targets), initial=0)
+    ends = list(accumulate((target.matrix.rows for target in targets), initial=0))
+    if targets and table.shape != (len(RowFigures._fields), ends[-1]):
+        raise ValueError("it is of other rows")
     return [RowFigures(*table[:, first:end]) for first, end in pairwise(ends)]
 
 

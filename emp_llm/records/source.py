@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from emp_llm.checkpoint.checkpoint import config_digest, tokenizer_digest
+from emp_llm.common.machine import Times
 from emp_llm.records.base import FileRecord, Part, RecordedRecipe
 
 
@@ -176,6 +177,6 @@ class StageRecord(Part, kw_only=True):
     peak_cuda_bytes: float | None = None
 
 
-def stage_records(measured: dict[str, dict[str, float]]) -> dict[str, StageRecord]:
+def stage_records(measured: dict[str, Times]) -> dict[str, StageRecord]:
     """Time and memory of stages (`Stopwatch.record`), for a report."""
     return {name: StageRecord(**entry) for name, entry in measured.items()}

@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +31,7 @@ from emp_llm.healing.checks import (
 from emp_llm.healing.memory import HealingPlan
 from emp_llm.healing.tracking import check_tracker
 from emp_llm.hub.local_model import LocalModel, find_model
+from emp_llm.models.architecture import Target
 from emp_llm.models.layers import Layer
 from emp_llm.models.one_model import OneModel
 from emp_llm.models.placement import max_context, parse_device_map, quantization_of
@@ -498,7 +499,7 @@ def calibrated(
     from emp_llm.calibration.passes import delete_progress
 
     with stage("calibrate"):
-        norms = kept_norms(out, run.stopwatch)
+        norms = kept_norms(out, run.stopwatch, run.targets)
         if norms is None:
             norms = collected_norms(run, layers, run.recipe.statistics, out.calibration, masker)
             keep_norms(out, norms, run.stopwatch)
@@ -507,7 +508,11 @@ def calibrated(
 
 
 def moved_weights(
-    run: PruneRun, out: OutputFolder, name: str, update: Callable[..., None]
+    run: PruneRun,
+    out: OutputFolder,
+    name: str,
+    update: Callable[..., None],
+    targets: Sequence[Target],
 ) -> "MovedWeights":
     """The weights that an update moves, or those of an interrupted run, in the work folder. A
     collective call.
@@ -515,13 +520,14 @@ def moved_weights(
     Args:
         name: of the update.
         update: puts the blocks that are not finished into `moved`, given the dense model.
+        targets: that it moves.
     """
     from emp_llm.walk.moved import MovedWeights
 
     with stage(name):
         moved = MovedWeights(out.fitted, lambda block: out.note(fitted=block))
         times = out.finished("refitted", moved.record)
-        if times is not None and ranks().first(moved.are_intact):
+        if times is not None and ranks().first(lambda: moved.are_intact(targets)):
             run.stopwatch.record |= times
             return moved
         dense = dense_model(run, by_blocks=True)

@@ -6,6 +6,7 @@ Torch is imported when a step needs it: a run without a text decides and writes 
 
 import logging
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.files import unfinished
 from emp_llm.checkpoint.output import OutputFolder, describe_difference
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.machine import Stopwatch, free_memory
@@ -182,10 +182,10 @@ def norms_in(run: Run, file: Path, statistics: Collection[str], resume: Path) ->
     Args:
         statistics, resume: of `collected_norms`. The progress is deleted.
     """
-    from emp_llm.calibration.activations import Activations
+    from emp_llm.calibration.activations import own_norms
     from emp_llm.calibration.passes import delete_progress
 
-    norms = unfinished(file, Activations.load)
+    norms = own_norms(file, run.targets)
     if norms is None:
         with stage("calibrate"):
             layers = run.chosen.layers_to_calibrate()
@@ -279,20 +279,22 @@ def in_minutes(
     assert heal is not None
     assert heal.minutes is not None
     length = corpora[0].seqlen or 0
-    work = left | (left.get("activations") or {})
-    if work.get("minutes") == heal.minutes:
-        kept = replace(heal, steps=int(work["recipe"]["heal"]["steps"]), minutes=None)
-        work["seqlen"] = (work.get("texts") or [work["text"]])[0].get("seqlen")
-        same = {
-            "recipe": signed(run.recipe.but(heal=kept)),
-            "seqlen": length,
-            "dtype": run.models.dtype,
-            "device_map": run.models.device_map,
-        }
-        differs = pruned.states not in (work.get("heals"), work.get("source", {}).get("files"))
-        differs |= describe_difference({key: work.get(key) for key in same}, same) is not None
-        if not (differs and overwrite):
-            return kept  # other work that may not be discarded is refused later
+    # Work of another run, or none of ours, is refused later unless it may be discarded.
+    with suppress(AttributeError, LookupError, TypeError, ValueError):
+        work = left | (left.get("activations") or {})
+        if work.get("minutes") == heal.minutes:
+            kept = replace(heal, steps=int(work["recipe"]["heal"]["steps"]), minutes=None)
+            work["seqlen"] = (work.get("texts") or [work["text"]])[0].get("seqlen")
+            same = {
+                "recipe": signed(run.recipe.but(heal=kept)),
+                "seqlen": length,
+                "dtype": run.models.dtype,
+                "device_map": run.models.device_map,
+            }
+            differs = pruned.states not in (work.get("heals"), work.get("source", {}).get("files"))
+            differs |= describe_difference({key: work.get(key) for key in same}, same) is not None
+            if not (differs and overwrite):
+                return kept
     plan = healing_plan(run, samples_of(corpora), length, by_minutes=True)
     steps = steps_of_minutes(
         heal.minutes,

@@ -198,7 +198,8 @@ class Experts(Units):
         """
         mixtures = cls.among(units)
         sums = {
-            experts.name: torch.zeros(4, len(experts), dtype=torch.float64) for experts in mixtures
+            experts.name: torch.zeros(experts.collected_shape, dtype=torch.float64)
+            for experts in mixtures
         }
 
         at_block = {experts.block: experts for experts in mixtures}
@@ -218,6 +219,10 @@ class Experts(Units):
                         hooks.enter_context(_expert_hooks(runner.model, experts, see))
                     step.run()
         return finite_sums_of_ranks(sums, "the outputs of its experts")
+
+    @property
+    def collected_shape(self) -> tuple[int, ...]:
+        return 4, len(self)
 
     def score_of_sums(self, criterion: str, sums: Scores) -> Scores:
         tokens, weighted, plain, _ = sums

@@ -110,7 +110,7 @@ class Layers(Units):
         """
         (layers,) = units
         batches = own_batches(tokens, batch_size)
-        sums = torch.zeros(2, len(layers), dtype=torch.float64)
+        sums = torch.zeros(layers.collected_shape, dtype=torch.float64)
         with runner.walk(batches, "layers") as walk:
             for step in walk.steps():
                 for number, batch in enumerate(batches):
@@ -123,6 +123,10 @@ class Layers(Units):
                     walk.hidden.put(number, left)
                     walk.advance(batch)
         return finite_sums_of_ranks({layers.name: sums}, "its hidden states")
+
+    @property
+    def collected_shape(self) -> tuple[int, ...]:
+        return 2, len(self)
 
     def score_of_sums(self, criterion: str, sums: Scores) -> Scores:
         change, tokens = sums

@@ -138,6 +138,10 @@ class Parts(Units):
         return isinstance(getattr(config, "intermediate_size", 0), list)
 
     @property
+    def collected_shape(self) -> tuple[int, ...]:
+        return (self.output.matrix.columns,)
+
+    @property
     def calibrated(self) -> list[Layer]:
         return [self.output.layer]
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from emp_llm.checkpoint.checkpoint import identity_of
-from emp_llm.checkpoint.files import write_bytes, write_json
+from emp_llm.checkpoint.files import unfinished, write_bytes, write_json
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import NothingRemovedError, UserError, format_bytes
 from emp_llm.common.machine import command_line, versions
@@ -183,7 +183,7 @@ def prune_units(run: PruneRun, model: UnitModel) -> RunReport:
                 batch_size=run.options.batch_size,
                 hidden_states=run.options.hidden_states,
             )
-            moved = moved_weights(run, out, update.name, refit)
+            moved = moved_weights(run, out, update.name, refit, decision.fitted)
         dense = checked(run, run.source.folder)
 
         # The first rank writes, and compares with the dense model. Healing trains what was written.
@@ -206,12 +206,20 @@ def _matched(recipe: Recipe) -> Removed | None:
 
 def _sums(run: PruneRun, model: UnitModel, out: OutputFolder) -> dict[str, Tensor]:
     """The sums over the text that score units, or those of an interrupted run."""
+
+    def own_sums(path: Path) -> dict[str, Tensor]:
+        sums: dict[str, Tensor] = load_file(path)
+        for units in model.units:
+            units.collected(sums.get)  # fails if they are of others
+        return sums
+
     with stage("score"):
         times = out.finished("sums", out.files / SUMS_NAME)
         if times is not None:
-            run.stopwatch.record |= times
-            kept: dict[str, Tensor] = ranks().first(partial(load_file, out.files / SUMS_NAME))
-            return kept
+            kept = ranks().first(lambda: unfinished(out.files / SUMS_NAME, own_sums))
+            if kept is not None:
+                run.stopwatch.record |= times
+                return kept
         blocks = run.recipe.targets.blocks
         runner = BlockwiseModel(dense_model(run), blocks, run.options.hidden_states)
         with run.stopwatch("score"):

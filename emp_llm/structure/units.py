@@ -229,12 +229,26 @@ class Units(ABC):
     def score_of_sums(self, criterion: str, sums: Scores) -> Scores:
         """The score of each unit by its element of `sums`."""
 
+    @property
+    @abstractmethod
+    def collected_shape(self) -> tuple[int, ...]:
+        """The shape of what a calibration collects for these units."""
+
     def collected(self, feature: Callable[[str], Tensor | None]) -> Scores:
-        """What a calibration has collected for these units, float64."""
+        """What a calibration has collected for these units, float64, of `collected_shape`.
+
+        Raises:
+            UserError: it has collected nothing for them, or for other units.
+        """
         values = feature(self.name)
         if values is None:
             raise UserError(
                 f"{self.name}: the calibration did not reach it, so its {self.kind} have no scores."
+            )
+        if values.shape != self.collected_shape or not values.is_floating_point():
+            raise UserError(
+                f"{self.name}: what a calibration collected for its {self.kind} is of another "
+                "shape or dtype, so it is of another model. Calibrate this one."
             )
         return values.double().numpy(force=True)
 

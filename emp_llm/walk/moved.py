@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -104,16 +105,18 @@ class MovedWeights:
         assert self.folder is not None
         return self.folder / _RECORD
 
-    def are_intact(self) -> bool:
-        """Whether all files are as they were written; those that are not are deleted, with a
-        warning.
+    def are_intact(self, targets: Sequence[Target]) -> bool:
+        """Whether all files are as they were written, and of some targets; one that is not is
+        deleted, with a warning.
         """
-        for name, digest in list(self._hashes.items()):
-            if not is_intact(self.record.with_name(name), digest):
-                warn_of_damage(self.record.with_name(name))
-                self._drop(name)
-                return False
-        return True
+        by_name = {(target.layer.block, target.name): target for target in targets}
+
+        def check(block: int, moved: dict[str, Moved]) -> None:
+            for name, of_target in moved.items():
+                _check_fit(by_name[block, name], of_target.weight)
+
+        blocks = [_number(name) for name in self._hashes]
+        return all(self._whole(block, partial(check, block)) is not None for block in blocks)
 
     def resumed(
         self,
@@ -128,18 +131,27 @@ class MovedWeights:
             removed_of: returns which weights of a target are zero, bool, shape (outputs, inputs);
                 None: a search chose them.
         """
-        name = _name(block)
-        if name not in self._hashes:
-            return None
-        try:
-            moved = self._read(block)
+
+        def check(moved: dict[str, Moved]) -> None:
             for target in targets:
                 weight = moved[target.name].weight
-                if weight is not None:
-                    _check_fit(target, weight)
-                    removed = removed_of and removed_of(target).cpu()
-                    if removed is not None and bool(weight.float()[removed].any()):
-                        raise ValueError(f"{target.name} has other zeros")
+                _check_fit(target, weight)
+                removed = removed_of and removed_of(target).cpu()
+                if weight is not None and removed is not None and weight.float()[removed].any():
+                    raise ValueError(f"{target.name} has other zeros")
+
+        return self._whole(block, check) if _name(block) in self._hashes else None
+
+    def _whole(
+        self, block: int, check: Callable[[dict[str, Moved]], None]
+    ) -> dict[str, Moved] | None:
+        """What became of the targets of a finished block; None, with a warning, if its file is
+        damaged or fails a check. It is deleted then.
+        """
+        name = _name(block)
+        try:
+            moved = self._read(block)
+            check(moved)
         except ReadError:
             raise
         except _DAMAGE as error:
@@ -237,7 +249,7 @@ class MovedWeights:
         """The records of all targets, by name, in the order of the blocks."""
         blocks = list(self._blocks)
         if self.folder is not None:
-            blocks = [int(name[6:11]) for name in sorted(self._hashes)]
+            blocks = [_number(name) for name in sorted(self._hashes)]
         return {name: moved.record for block in blocks for name, moved in self.block(block).items()}
 
     def weights(self) -> dict[str, Tensor]:
@@ -291,8 +303,15 @@ def _name(block: int) -> str:
     return f"block-{block:05d}.safetensors"
 
 
-def _check_fit(target: Target, weight: Tensor) -> None:
-    """Raise ValueError unless a weight has the shape and the dtype of a target."""
+def _number(name: str) -> int:
+    """The block of a file."""
+    return int(name[6:11])
+
+
+def _check_fit(target: Target, weight: Tensor | None) -> None:
+    """Raise ValueError unless a weight, if it moved, has the shape and the dtype of a target."""
+    if weight is None:
+        return
     dtype = torch_dtype(target.matrix.stored.dtype)
     if weight.shape != (target.matrix.rows, target.matrix.columns) or weight.dtype != dtype:
         raise ValueError(f"{target.name} has another shape or dtype")
