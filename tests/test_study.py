@@ -191,6 +191,40 @@ def test_another_plan_is_kept(models: Models, tmp_path: Path) -> None:
     assert len((tmp_path / "Snakefile").read_text().splitlines()) <= 120
 
 
+def test_nothing_is_written_through_a_link(models: Models, tmp_path: Path) -> None:
+    """A link in the place of a file of a plan or of a log is replaced, and one in that of a folder
+    refused.
+    """
+    folder = tmp_path / "study"
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    folder.mkdir()
+    for name in ("study.yaml", "Snakefile"):
+        (outside / name).write_text("kept")
+        (folder / name).symlink_to(outside / name)
+    planned(models, folder, methods="magnitude", overwrite=True)
+    assert not (folder / "study.yaml").is_symlink()
+    assert not (folder / "Snakefile").is_symlink()
+    shutil.rmtree(folder / "profiles")
+    (folder / "profiles").symlink_to(outside)
+    with pytest.raises(UserError, match=r"profiles/default lies behind a link"):
+        planned(models, folder, methods="magnitude", overwrite=True)
+
+    job = re.search(r'JOB = r"""\n(.*?)"""', (folder / "Snakefile").read_text(), re.DOTALL)
+    assert job is not None
+    (folder / "logs").mkdir()
+    (folder / "logs" / "a.log").symlink_to(outside / "Snakefile")
+    (folder / "logs" / "b.log").symlink_to(outside / "Snakefile")
+    (folder / "logs" / "b.log.wrong").write_text("error\n")
+    for line, shown in (
+        ("job logs/a.log 0 1 echo done", "$ echo done\ndone\n"),
+        ("job logs/b.log 0 2 no", "error\n"),
+    ):
+        subprocess.run(["bash", "-c", f"{job[1]}\n{line}"], cwd=folder, check=False)
+        assert (folder / line.split()[1]).read_text() == shown
+    assert [path.read_text() for path in sorted(outside.iterdir())] == ["kept"] * 2
+
+
 def test_what_to_type_next(
     command: Run, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

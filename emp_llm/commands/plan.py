@@ -56,7 +56,12 @@ def plan(options: PlanOptions) -> PlanSummary:
             if options.overwrite or not (folder / name).exists():  # else it may have been edited
                 files[name] = (room / name).read_text(encoding="utf-8")
         for name, content in files.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            inside = (folder / name).parent
+            if inside.resolve() != folder.resolve() / Path(name).parent:
+                raise UserError(
+                    f"{inside} lies behind a link, and a plan is written through none. Delete it."
+                )
+            inside.mkdir(parents=True, exist_ok=True)
             write_text(folder / name, content)
     except OSError as error:
         raise UserError(f"--output {folder}: cannot be written ({reason(error)}).") from error
