@@ -329,3 +329,13 @@ def fail_in(folder: Any) -> None:
     """Write a weight, then end as on Ctrl-C."""
     Path(folder, "weight.safetensors").write_bytes(b"1")
     raise KeyboardInterrupt
+
+
+def test_no_folder_for_temporary_files(
+    models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a read-only container. A model that is loaded may be offloaded there."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/none"])
+    with pytest.raises(UserError, match=r"temporary files .* Set TMPDIR"):
+        load_model(models("llama"), "cpu")

@@ -29,6 +29,7 @@ from emp_llm.common.errors import (
     UserError,
     count_of,
     did_you_mean,
+    disk_sentence,
     format_bytes,
     quotable,
     reason,
@@ -345,8 +346,9 @@ def loading(folder: Path, remedy: str = ".") -> Iterator[None]:
             ) from error
         if isinstance(error, RuntimeError):
             raise
+        told = disk_sentence(error)
         raise UserError(
-            f"{folder}: transformers cannot load it ({reason(error, whole=True)})."
+            told or f"{folder}: transformers cannot load it ({reason(error, whole=True)})."
         ) from error
     finally:
         their_logger.removeFilter(hold_back)
