@@ -203,12 +203,13 @@ def _styles(lines: list[Curve]) -> list[dict[str, Any]]:
         number = numbers[key] % len(COLOURS)
         emp = point.recipe.adaptive
         by_matrix = point.match == "matrix"
+        line = ":" if by_matrix else "--"
         styles.append(
             {
                 "color": COLOURS[number],
                 "marker": "x" if by_matrix else MARKERS[number],
                 "markerfacecolor": COLOURS[number] if emp else "white",
-                "linestyle": "-" if emp else ":" if by_matrix else "--",
+                "linestyle": "-" if emp else line,
                 "label": printable(point.label, LABEL),
                 "zorder": 3 if emp else 2.5,
             }
