@@ -617,10 +617,10 @@ class CalibrationProgress:
                 and {*state.input_of.values()} <= observed <= state.input_of.keys()
                 and all(total.dtype == torch.float64 for total in sums.totals.values())
                 and all(
-                    value.shape == (inputs_of(model, layer),)
+                    values[layer.name].shape == (inputs_of(model, layer),)
                     for values in sums.activations(layers).statistics.values()
                     for layer in layers
-                    if (value := values.get(layer.name)) is not None
+                    if layer.name in values
                 )
             )
         except (SafetensorError, LookupError, ValueError, RuntimeError):
