@@ -28,6 +28,7 @@ from emp_llm.records.run_report import StructureRecord
 from emp_llm.structure import experts
 from emp_llm.structure.scores import unit_scores
 from emp_llm.structure.unit_model import unit_model
+from emp_llm.walk import update
 
 SIZES = {
     "hidden_size": 32,
@@ -312,13 +313,13 @@ def test_every_sweep_of_a_refit_is_drawn_to_the_dense_weights(
     """
     dense = load_file(make("qwen3_moe") / "model.safetensors")
     drawn = list[Tensor]()
-    run = experts.solved
+    run = update.solved
     monkeypatch.setattr(experts, "MOMENT_BYTES", moments)
     monkeypatch.setattr(
-        experts,
+        update,
         "solved",
-        lambda target, update, weight, *rest: (
-            drawn.append(weight.clone()) or run(target, update, weight, *rest)
+        lambda target, by, weight, *rest: (
+            drawn.append(weight.clone()) or run(target, by, weight, *rest)
         ),
     )
     options = SHORT | {
@@ -382,7 +383,6 @@ def test_experts_that_no_token_reached_are_named(make: Any, tmp_path: Path) -> N
             "--parameters and --memory set the sparsity; leave out --sparsity",
         ),
         ({"memory": "100kB", "parameters": "6e9"}, "--parameters and --memory both set the size"),
-        ({"structure": "layers", "refit": True}, "--refit moves weights within layers"),
         ({"structure": "layers", "keep_shapes": True}, "--keep-shapes keeps them"),
         ({"structure": "experts", "width_multiple": 8}, "--width-multiple is for neurons"),
         ({"method": "taylor"}, "--method taylor does not score experts"),

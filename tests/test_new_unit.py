@@ -44,13 +44,10 @@ class Pairs(Neurons):
 
 
 def test_what_a_kind_does_not_have(models: Callable[[str], Path]) -> None:
-    """The options refuse both; a kind that is not in their table meets a sentence."""
+    """The options refuse it; a kind that is not in their table meets a sentence."""
     (layers,) = unit_model(models("llama"), Structure(units="layers")).units
     with pytest.raises(UserError, match="layers have no score by their weights"):
         unit_scores([layers], "magnitude")
-    nothing: Any = None
-    with pytest.raises(UserError, match="layers have no weights that a refit moves"):
-        layers.refit({}, nothing, nothing, nothing, nothing)
 
 
 @pytest.mark.parametrize(

@@ -480,12 +480,6 @@ def test_a_recipe_at_a_sparsity(counts: Any) -> None:
             lambda: Recipe(score=Magnitude(), counts=Pattern(), structure=Structure(units="heads")),
             "structure removes whole units",
         ),
-        (
-            lambda: Recipe(
-                score=UnitScore("cosine"), update=Refit(), structure=Structure(units="layers")
-            ),
-            "refit moves weights within layers",
-        ),
         (lambda: Match("a", removed={"b": "c"}), "removed must be a whole number or a mapping"),
         (lambda: ByCost(3), "removed must be a mapping from names to whole numbers, got 3"),
         (lambda: Refit(damping=0), "damping must be above 0"),

@@ -375,7 +375,7 @@ def cheaper(recipe: Recipe) -> list[str]:
         if structure is None:
             fixed = isinstance(counts, Pattern | Match) or getattr(counts, "shares", None)
             flags.append(f"--method {'admm' if fixed else 'emp-admm'} --refit")
-        elif all(units.refits for units in structure.removed.values()):
+        else:
             flags.append("--refit")
     if not flags and recipe.heal is None:
         flags.append("--heal")

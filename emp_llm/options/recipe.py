@@ -641,13 +641,11 @@ class UnitKind:
         title: the name in sentences.
         targets: the layers from which a unit is cut.
         criteria: those that score it. The first is the default, unless that is "magnitude".
-        refits: whether a refit can make up for a removed unit.
     """
 
     title: str
     targets: str
     criteria: tuple[str, ...]
-    refits: bool = True
 
 
 _CRITERIA_OF_PARTS = ("magnitude", "wanda", "taylor")
@@ -655,7 +653,7 @@ UNIT_KINDS = {
     "heads": UnitKind("attention heads", "attention", _CRITERIA_OF_PARTS),
     "neurons": UnitKind("MLP neurons", "mlp", _CRITERIA_OF_PARTS),
     "experts": UnitKind("experts", "mlp", ("reap", "man", "frequency", "mass", "magnitude")),
-    "layers": UnitKind("decoder layers", "all-linear", ("cosine",), refits=False),
+    "layers": UnitKind("decoder layers", "all-linear", ("cosine",)),
 }
 # How criteria score units, in the words of the model card.
 UNIT_SCORES = {
@@ -1105,11 +1103,6 @@ def _check_units(recipe: Recipe) -> None:
             name for name, units in UNIT_KINDS.items() if units.criteria == criteria
         )
         raise UserError(f"--method {recipe.method} does not score {scored}. Use one of {methods}.")
-    if recipe.update is not None and not all(kind.refits for kind in structure.removed.values()):
-        raise UserError(
-            f"--refit moves weights within layers, and --structure {structure.units} removes whole "
-            "ones. Leave it out."
-        )
     counts = recipe.counts
     if recipe.group != "row" or isinstance(counts, Pattern) or getattr(counts, "shares", None):
         raise UserError(

@@ -54,15 +54,14 @@ from emp_llm.structure.units import (
     finite_sums_of_ranks,
 )
 from emp_llm.update.least_squares import add_product
-from emp_llm.update.update import Allowed, Moments, Update
+from emp_llm.update.update import Update
 from emp_llm.walk.checks import MOMENT_BYTES
-from emp_llm.walk.moved import Moved, MovedWeights, in_stored_dtype
+from emp_llm.walk.moved import Moved, MovedWeights
 from emp_llm.walk.update import (
     Block,
     Sums,
     is_added,
-    output_errors,
-    solved,
+    refitted,
     sums_of_ranks,
 )
 
@@ -741,32 +740,10 @@ def _refit_block(
         for number in chunk:
             target = by_number[number]
             weight = block.weight(target)
-            result = _refitted(target, sums.get(number), weight, update, min_expert_tokens)
+            result = refitted(target, sums.get(number), weight, update, min_expert_tokens)
             block.change(target, None, result.weight)
             moved[target.name] = result
     return moved
-
-
-def _refitted(
-    target: Target, sums: Sums | None, weight: Tensor, update: Update, min_expert_tokens: int
-) -> Moved:
-    """The last matrix of an expert, refitted.
-
-    Args:
-        sums: of `_summands`; None if it saw no token.
-        weight: the dense one, float32.
-    """
-    tokens = 0 if sums is None else sums.tokens
-    if sums is None or sums.gram is None or tokens < max(1, min_expert_tokens):
-        return Moved(None, FitRecord(tokens=tokens))
-    moments = Moments(sums.gram, sums.right, sums.energy[target.name], tokens)
-    everything = Allowed(mask=torch.ones_like(weight, dtype=torch.bool))
-    solution = solved(target, update, weight, moments, everything)
-    before, after = output_errors(moments, weight, weight, solution.weight) or (0.0, 0.0)
-    record = FitRecord(
-        tokens=tokens, damping=solution.damping, error_before=before, error_after=after
-    )
-    return Moved(in_stored_dtype(solution.weight, target).cpu(), record)
 
 
 def _add_batch(

@@ -1,9 +1,21 @@
-"""Whole decoder layers: found, scored by how much each changes its input, and removed."""
+"""Whole decoder layers: found, scored by how much each changes its input, removed, and made up for
+by a refit.
+
+The refit makes the dense and the smaller model agree where a layer follows that stays. There, the
+dense hidden states are d_t. In the smaller model, the last matrix W of the block before has the
+inputs x_t, and its outputs are added to the hidden states r_t:
+
+    min over V of sum_t ||r_t + V x_t - d_t||^2 + lambda ||V - W||^2
+
+Layers that go are so made up for by the block before them; the first ones by the block after them.
+ReplaceMe (arXiv 2505.02819) puts a linear map in the same place.
+"""
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -15,9 +27,12 @@ from transformers import PreTrainedModel
 from emp_llm.calibration.passes import own_batches
 from emp_llm.common.errors import RefusedError, UserError, count_of
 from emp_llm.common.machine import in_float64
+from emp_llm.common.ranks import ranks
+from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel
-from emp_llm.models.modules import find_blocks
+from emp_llm.models.modules import bias_of, find_blocks
 from emp_llm.models.offload import execution_device
+from emp_llm.options.calibration import Place
 from emp_llm.structure.units import (
     Changes,
     Cuts,
@@ -26,6 +41,20 @@ from emp_llm.structure.units import (
     UnitModel,
     Units,
     finite_sums_of_ranks,
+)
+from emp_llm.update.least_squares import symmetric
+from emp_llm.update.update import Moments, Update
+from emp_llm.walk.moved import Moved, MovedWeights
+from emp_llm.walk.update import (
+    Block,
+    Sums,
+    batches_of,
+    is_added,
+    missing_outputs,
+    output_errors,
+    refitted,
+    sums_of_ranks,
+    token_weights,
 )
 
 
@@ -37,12 +66,15 @@ class Layers(Units):
         stored: a stored tensor of a layer -> its number, and the start and end of the number in the
             name. A layer that predicts several tokens follows the others, has a higher number, and
             stays.
+        ends: number of a layer -> its last matrix that has the width of the hidden states, unless
+            that is an expert's.
     """
 
     kind = "layers"
     sizes_known = True
 
     stored: dict[str, tuple[int, int, int]]
+    ends: dict[int, Target]
 
     @classmethod
     def find(cls, model: UnitModel, blocks: str | None) -> list[Self]:
@@ -75,18 +107,24 @@ class Layers(Units):
         count = len(modules)
         if count < 2:
             raise UserError(f"--structure layers: {name} has {count} decoder layer; none can go.")
+        targets = [
+            target for target in architecture.select("all-linear") if target.layer.block is not None
+        ]
         layers = cls(
             name=path,
             role=path,
             block=0,
             places=np.zeros(count, dtype=np.int64),
             least=1,
-            targets=[
-                target
-                for target in architecture.select("all-linear")
-                if target.layer.block is not None
-            ],
+            targets=targets,
             stored=numbered,
+            ends={
+                target.layer.block: target
+                for target in targets
+                if target.layer.block is not None
+                and target.matrix.rows == int(model.config.hidden_size)
+                and not target.layer.routed
+            },
         )
         # Before anything is calibrated.
         without = (np.delete(np.arange(count), number) for number in (0, count // 2))
@@ -190,6 +228,30 @@ class Layers(Units):
         tried += [by_count | _dense_by_name(model, stays) for by_count in tried]
         return next((fields for fields in tried if model.shapes_with(fields) == shapes), None)
 
+    def fitted(self, kept: Indices) -> list[Target]:
+        return [self.ends[number] for number in self.fitted_layers(kept) if number in self.ends]
+
+    def fitted_layers(self, kept: Indices) -> list[int]:
+        """The layers whose last matrix makes up for others: those before layers that go, and the
+        first that stays if it is not the first.
+        """
+        followed = {*(kept - 1).tolist(), len(self) - 1}
+        first = {int(kept[0])} - {0}
+        return sorted({number for number in kept.tolist() if number not in followed} | first)
+
+    @classmethod
+    def refit(
+        cls,
+        kept: Mapping[Units, Indices],
+        model: PreTrainedModel,
+        tokens: Tensor,
+        update: Update,
+        moved: MovedWeights,
+        **options: Any,
+    ) -> None:
+        (layers,) = cls.among(kept)
+        refit_layers(model, layers, kept[layers], tokens, update, moved, **options)
+
     def without(self, model: PreTrainedModel, kept: Indices) -> AbstractContextManager[Any]:
         _, modules = find_blocks(model, self.name)
         return _passed_by([modules[number] for number in self.gone(kept)])
@@ -225,3 +287,151 @@ def _passed_by(blocks: Sequence[nn.Module]) -> Iterator[None]:
         for block in blocks:
             hooks.enter_context(block.register_forward_hook(unchanged, with_kwargs=True))
         yield
+
+
+@torch.no_grad()
+def refit_layers(
+    model: PreTrainedModel,
+    layers: Layers,
+    kept: Indices,
+    tokens: Tensor,
+    update: Update,
+    moved: MovedWeights,
+    *,
+    blocks: str | None = None,
+    batch_size: int = 8,
+    hidden_states: Place = "auto",
+    **_: Any,
+) -> None:
+    """Move the last matrices of some layers that stay, so that the smaller model has the dense
+    hidden states where the next layer follows that stays. A collective call.
+
+    Dense and smaller model run side by side, block by block. What a matrix sees is kept until the
+    dense model has passed through the layers behind it that go.
+
+    Args:
+        model: dense, on any devices; unchanged afterwards.
+        kept: the numbers of the layers that stay.
+        tokens: the calibration text, int64, shape (samples, length).
+        update: its damping, and the weights of the tokens.
+        moved: receives the weights; those that it holds are not fitted again.
+        blocks: name of the list of decoder blocks; None: detected.
+        batch_size: sequences per forward pass.
+        hidden_states: where they are stored between blocks.
+
+    Raises:
+        UserError: memory runs out, a moment is not finite, or the outputs of a matrix are not added
+            to the hidden states as they are.
+    """
+    runner = BlockwiseModel(model, blocks, hidden_states)
+    batches, fitting, measuring = batches_of(tokens, batch_size)
+    fitted = layers.fitted_layers(kept)
+    stays = {*kept.tolist(), len(layers)}
+    end: _End | None = None
+    with runner.walk(batches, "refit") as walk, closing(walk.second()) as pruned:
+        for step in walk.steps():
+            if step.index in stays:
+                target = layers.ends.get(step.index) if step.index in fitted else None
+                block = Block(model, step, [] if target is None else [target], walk, pruned)
+                if target is not None:
+                    end = _End(block, target)
+                elif step.index in fitted:
+                    raise _not_added(step.name)
+                else:
+                    for number in range(len(batches)):
+                        block.pass_pruned(number)
+            step.run()
+            if end is not None and step.index + 1 in stays:
+                with closing(end):
+                    end.refit(update, moved, fitting, measuring)
+                end = None
+
+
+class _End:
+    """The last matrix of a block, and what the batches of the smaller model bring to it.
+
+    Args:
+        block: with its weights.
+        target: the matrix.
+
+    Raises:
+        UserError: its outputs are not added to the hidden states as they are.
+    """
+
+    def __init__(self, block: Block, target: Target) -> None:
+        first = partial(block.step.output, 0, block.dense)
+        if not all(ranks().gather(is_added(block.model, target, first))):
+            raise _not_added(block.step.name)
+        self.target = target
+        self.block = block
+        self._device = execution_device(block.step.block)
+        self._weight = block.weight(target)
+        bias = bias_of(block.model, target.layer)
+        # The block's weights are not there any more when the fit begins.
+        self._bias = None if bias is None else bias.clone()
+        for number in range(len(block.walk.batches)):
+            block.pass_to_end(target, number)
+
+    def refit(
+        self, update: Update, moved: MovedWeights, fitting: Sequence[int], measuring: Sequence[int]
+    ) -> None:
+        """Fit the matrix to the hidden states of the dense model, and pass the batches of the
+        smaller model through it.
+        """
+        index = self.block.step.index
+        name = self.target.name
+        resumed = ranks().first(partial(moved.resumed, index, [self.target]))
+        if resumed is None:
+            result = refitted(self.target, self._sums(fitting, update), self._weight, update)
+            self._measure(result, self._sums(measuring, update))
+            moved.put(index, {name: result})
+        else:
+            result = resumed[name]
+        weight = self._weight if result.weight is None else result.weight
+        pruned = self.block.pruned
+        for number in range(len(self.block.walk.batches)):
+            rest = pruned.get(number, self._device)
+            x = self._inputs(number)
+            added = functional.linear(x, weight.to(x.device, x.dtype), self._bias)
+            pruned.put(number, rest + added.view(rest.shape))
+
+    def _inputs(self, number: int) -> Tensor:
+        """The inputs in a batch, shape (tokens, inputs)."""
+        assert self.block.end_inputs is not None
+        return self.block.end_inputs.get(number, self._device).flatten(0, -2)
+
+    def _sums(self, numbers: Sequence[int], update: Update) -> Sums | None:
+        """The sums over some batches of all ranks; None without a token."""
+        sums = Sums()
+        for number in numbers:
+            wanted = self.block.dense.get(number, self._device)
+            rest = self.block.pruned.get(number, self._device)
+            y = missing_outputs(wanted, rest, self._bias)
+            weights = token_weights(y) if update.relative else None
+            sums.add_tokens(self.target.name, self._inputs(number), y, weights)
+        mine = {0: sums} if sums.tokens else {}
+        total = sums_of_ranks(mine, self._device).get(0)
+        if total is not None and total.gram is not None:
+            total.gram = symmetric(total.gram)
+        return total
+
+    def _measure(self, result: Moved, sums: Sums | None) -> None:
+        """Put the errors on other tokens into the record of the matrix."""
+        if sums is None or sums.gram is None or result.weight is None:
+            return
+        moments = Moments(sums.gram, sums.right, sums.energy[self.target.name], sums.tokens)
+        errors = output_errors(moments, self._weight, self._weight, result.weight)
+        if errors is not None:
+            result.record.held_out_before, result.record.held_out_after = errors
+
+    def close(self) -> None:
+        """Free the memory or the file."""
+        self.block.close()
+
+
+def _not_added(block: str) -> UserError:
+    return UserError(
+        f"--refit: {block} has no last matrix whose outputs are added to the hidden states as they "
+        "are (experts, or a norm, come after it), so nothing makes up for the layers behind it. "
+        "Leave out --refit, and use --heal."
+    )

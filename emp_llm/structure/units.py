@@ -304,11 +304,12 @@ class Units(ABC):
 
     # Fitted.
 
+    @abstractmethod
     def fitted(self, kept: Indices) -> list[Target]:
         """The matrices whose weights a refit moves."""
-        return []
 
     @classmethod
+    @abstractmethod
     def refit(
         cls,
         kept: Mapping["Units", Indices],
@@ -320,11 +321,7 @@ class Units(ABC):
     ) -> None:
         """Move the fitted matrices of all units of a model; `options` are those of `update_model`.
         A collective call.
-
-        Raises:
-            UserError: these units have none. The options refuse a refit before.
         """
-        raise UserError(f"{cls.kind} have no weights that a refit moves. Leave out --refit.")
 
     # Compared with the dense model.
 

@@ -279,6 +279,8 @@ def _without_units(
                 hooks.enter_context(choice.units.without(model, choice.kept))
                 for target in choice.units.fitted(choice.kept):
                     new = None if moved is None else moved.rows(target, 0, target.matrix.rows)
+                    if new is None and not len(unread):
+                        continue
                     if is_offloaded(model):  # a weight is there during a call alone
                         hooks.enter_context(_with_weight(model, target, new, unread))
                         continue

@@ -100,11 +100,7 @@ def update_model(
     """
     targets = updatable(targets)
     runner = BlockwiseModel(model, blocks, hidden_states)
-    held = held_out(len(tokens))
-    batches = own_batches(tokens[: len(tokens) - held], batch_size)
-    rest = ranks().assigned(torch.split(tokens[-held:], batch_size)) if held else ()
-    fitting = range(len(batches))
-    measuring = range(len(batches), len(batches) + len(rest))
+    batches, fitting, measuring = batches_of(tokens, batch_size)
 
     def allowed_of(target: Target) -> Allowed:
         if pattern is not None or counts_of is None:
@@ -118,7 +114,7 @@ def update_model(
     )
     with (
         out_of_memory(lambda: remedy),
-        runner.walk([*batches, *rest], update.name) as walk,
+        runner.walk(batches, update.name) as walk,
         ExitStack() as stack,
     ):
         pruned = walk.hidden
@@ -150,6 +146,21 @@ def update_model(
             block.close()
 
 
+def batches_of(tokens: Tensor, batch_size: int) -> tuple[list[Tensor], range, range]:
+    """The batches of this rank; and the numbers of those to which weights are fitted, and of those
+    that only measure the error: one sequence of sixteen.
+
+    Args:
+        tokens: int64, shape (samples, length).
+        batch_size: sequences per forward pass.
+    """
+    held = held_out(len(tokens))
+    batches = own_batches(tokens[: len(tokens) - held], batch_size)
+    rest = ranks().assigned(torch.split(tokens[-held:], batch_size)) if held else ()
+    fitting = range(len(batches))
+    return [*batches, *rest], fitting, range(len(batches), len(batches) + len(rest))
+
+
 class Block:
     """A block whose weights are loaded, and the hidden states of all batches in both streams.
 
@@ -173,7 +184,7 @@ class Block:
         self.masks = dict[str, Tensor]()
         self.times: Counter[str] = Counter()
         self._end: Any = None  # the last target's module, and its inputs in each batch
-        self._end_inputs: HiddenStates | None = None
+        self.end_inputs: HiddenStates | None = None
         self._parameters = {
             name: model.get_parameter(name)
             for name in dict.fromkeys(t.layer.parameter for t in targets)
@@ -217,11 +228,11 @@ class Block:
         """Pass a batch of the pruned stream through the pruned block."""
         device = execution_device(self.step.block)
         with self.pruned_weights(), torch.no_grad():
-            if self._end_inputs is None:
+            if self.end_inputs is None:
                 output = self.step.output(number, self.pruned)
             else:
                 rest = self.pruned.get(number, device)
-                added = self._end(self._end_inputs.get(number, device))
+                added = self._end(self.end_inputs.get(number, device))
                 output = rest + added.view(rest.shape)  # some blocks flatten the sequences
         self.pruned.put(number, output)
 
@@ -234,8 +245,8 @@ class Block:
             target's, shape (sequences, length, hidden).
         """
         self._end = self.model.get_submodule(end.layer.name)
-        if self._end_inputs is None:
-            self._end_inputs = self.walk.store(end.matrix.columns)
+        if self.end_inputs is None:
+            self.end_inputs = self.walk.store(end.matrix.columns)
         inputs = list[Tensor]()
 
         def add_nothing(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -248,14 +259,14 @@ class Block:
                 rest = self.step.output(number, self.pruned)
         finally:
             handle.remove()
-        self._end_inputs.put(number, inputs[0])
+        self.end_inputs.put(number, inputs[0])
         self.pruned.put(number, rest)
         return inputs[0].flatten(0, -2), rest
 
     def close(self) -> None:
         """Free the memory or the file."""
-        if self._end_inputs is not None:
-            self._end_inputs.close()
+        if self.end_inputs is not None:
+            self.end_inputs.close()
 
     def dense_calls(
         self, firsts: Collection[str], targets: list[Target], number: int
@@ -546,6 +557,22 @@ class Sums:
         for name, energy in other.energy.items():
             self.add_energy(name, energy)
 
+    def add_tokens(self, name: str, x: Tensor, y: Tensor, weights: Tensor | None) -> None:
+        """Add some tokens of a target.
+
+        Args:
+            name: of the target.
+            x: its inputs, shape (tokens, inputs).
+            y: what it shall return, without its bias, float32, shape (tokens, outputs).
+            weights: of the tokens; None: all 1.
+        """
+        self.tokens += len(x)
+        left = x if weights is None else x.float() * weights[:, None]
+        self.gram = add_moments(left, x, self.gram)
+        wanted = y if weights is None else y * weights[:, None]
+        self.right = add_moments(wanted, x, self.right)
+        self.add_energy(name, _energy(y, weights))
+
     def add_energy(self, name: str, energy: Tensor) -> None:
         """Add the energy of other tokens to that of a target."""
         self.energy[name] = self.energy[name] + energy if name in self.energy else energy
@@ -716,10 +743,14 @@ def _sums_of_two_streams(
     for number in numbers:
         firsts = [targets[0] for targets in level.inputs.values()]
         if level.closing:
-            x, rest = block.pass_to_end(firsts[0], number)
-            inputs = {firsts[0].name: x}
-        else:
-            inputs = block.pruned_inputs(firsts, number, whole=level.routed)
+            (end,) = firsts
+            x, rest = block.pass_to_end(end, number)
+            wanted = block.dense.get(number, rest.device)
+            missing = missing_outputs(wanted, rest, bias_of(block.model, end.layer))
+            sums = by_first.setdefault(end.name, Sums())
+            sums.add_tokens(end.name, x, missing, dense.weights[number, end.name])
+            continue
+        inputs = block.pruned_inputs(firsts, number, whole=level.routed)
         for first, x in inputs.items():
             sums = by_first.setdefault(first, Sums())
             for target in level.inputs[first]:
@@ -730,24 +761,28 @@ def _sums_of_two_streams(
                     weights = token_weights(y) if relative else None
                 else:
                     weights = dense.weights[number, name]
-                if level.closing:
-                    missing = block.dense.get(number, rest.device).float() - rest.float()
-                    bias = bias_of(block.model, target.layer)
-                    y = missing.flatten(0, -2)
-                    y = y if bias is None else y - bias.float()
                 if name == first:
                     sums.tokens += len(x)
                     left = x if weights is None else x.float() * weights[:, None]
                     sums.gram = add_moments(left, x, sums.gram)
-                    if level.closing and y is not None:
-                        wanted = y if weights is None else y * weights[:, None]
-                        sums.right = add_moments(wanted, x, sums.right)
-                    elif not level.routed:
+                    if not level.routed:
                         dense_x = dense.inputs(number, first, x.device)
                         sums.cross = add_moments(left, dense_x, sums.cross)
                 energy = dense.energy[number, name] if y is None else _energy(y, weights)
                 sums.add_energy(name, energy)
     return by_first
+
+
+def missing_outputs(wanted: Tensor, rest: Tensor, bias: Tensor | None) -> Tensor:
+    """What the last layer of a block shall return, without its bias: float32, shape (tokens,
+    outputs).
+
+    Args:
+        wanted: the hidden states behind the layer, shape (sequences, length, hidden).
+        rest: those without the layer's outputs, which are added to them.
+    """
+    missing = (wanted.float() - rest.float()).flatten(0, -2)
+    return missing if bias is None else missing - bias.float()
 
 
 def _moments_of(block: Block, target: Target, sums: Sums) -> Moments:
@@ -823,6 +858,31 @@ def solved(
             "prune without a fit."
         ) from error
     return solution
+
+
+def refitted(
+    target: Target, sums: Sums | None, weight: Tensor, update: Update, least: int = 1
+) -> Moved:
+    """All weights of a target at the optimum; they stay if it saw fewer tokens than `least`.
+
+    Args:
+        sums: over the calibration tokens, with `right`; None if it saw none.
+        weight: the dense one, float32, shape (outputs, inputs).
+
+    Raises:
+        UserError: a product is not finite.
+    """
+    tokens = 0 if sums is None else sums.tokens
+    if sums is None or sums.gram is None or tokens < max(1, least):
+        return Moved(None, FitRecord(tokens=tokens))
+    moments = Moments(sums.gram, sums.right, sums.energy[target.name], tokens)
+    everything = Allowed(mask=torch.ones_like(weight, dtype=torch.bool))
+    solution = solved(target, update, weight, moments, everything)
+    before, after = output_errors(moments, weight, weight, solution.weight) or (0.0, 0.0)
+    record = FitRecord(
+        tokens=tokens, damping=solution.damping, error_before=before, error_after=after
+    )
+    return Moved(in_stored_dtype(solution.weight, target).cpu(), record)
 
 
 def _kept_mass(weight: Tensor, mask: Tensor) -> float:
