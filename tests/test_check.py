@@ -135,9 +135,19 @@ def checked_at(pruned: float, **options: Any) -> list[str]:
         ({"method": "best", "sparsity": 0.6}, "a lower --sparsity or --loss 2%"),
         (
             {"method": "emp-cosine", "structure": "layers", "sparsity": 0.5},
-            "--heal, a lower --sparsity or --loss 2%",
+            "--refit, a lower --sparsity or --loss 2%",
         ),
         ({"method": "wanda", "structure": "neurons"}, "--refit, a lower --sparsity or --loss 2%"),
+        (
+            {"structure": "neurons", "beta": 1},
+            "--method emp-taylor --refit, --order 1 or --loss 2%",
+        ),
+        (
+            {"structure": "heads", "beta": 1, "refit": True},
+            "--method emp-taylor, --order 1 or --loss 2%",
+        ),
+        ({"structure": "both", "method": "emp-taylor"}, "--refit, --order 1 or --loss 2%"),
+        ({"structure": "layers", "method": "cosine"}, "--refit, a lower --sparsity or --loss 2%"),
     ],
 )
 def test_a_large_rise_names_what_costs_less(options: dict[str, Any], cheaper: str) -> None:

@@ -370,7 +370,11 @@ def test_experts_that_no_token_reached_are_named(make: Any, tmp_path: Path) -> N
         ),
         ({"pattern": "2:4", "method": "reap"}, "--pattern does not go with --structure"),
         ({"keep_shapes": True, "beta": 0.5}, "has no bias, so that no expert can be closed in it"),
-        ({}, "--structure experts: say how much goes, by --sparsity, --parameters, --memory or"),
+        (
+            {},
+            "--structure experts: say how much goes, by --sparsity, --parameters, --memory or "
+            "--loss 2%, or by --beta 1",
+        ),
         ({"structure": "layers", "method": "cosine"}, "--structure layers: say how much goes"),
         ({"memory": "10kB"}, "--memory 10kB: what cannot be removed has"),
         ({"memory": "1GB"}, "--memory 1GB: the dense model has"),

@@ -137,7 +137,7 @@ def test_block_diagonal_layers_stay_dense(
             architecture.select(named)
     assert architecture.select(r".*_proj", "o_a_proj")
     with pytest.raises(UserError, match="o_a_proj is block-diagonal"):
-        prune(source, method="magnitude", structure="heads", output=tmp_path / "pruned")
+        prune(source, method="magnitude", structure="heads", sparsity=0.5, output=tmp_path / "out")
 
 
 def test_layer_of_an_unknown_kind_is_refused_when_it_runs() -> None:
@@ -223,7 +223,7 @@ def test_routers_inside_a_module_stay_dense_and_stacks_with_idle_experts_keep_th
     assert "down_proj" in leaves
     assert "classifier" not in leaves
     with pytest.raises(UserError, match=r"only 4 of its 6 experts .* --keep-shapes"):
-        prune(source, method="magnitude", structure="neurons", output=tmp_path / "pruned")
+        prune(source, method="magnitude", structure="neurons", sparsity=0.5, output=tmp_path / "a")
 
 
 HANDS_ON = ["GlmMoeDsaConfig", "ZayaConfig"]

@@ -1494,7 +1494,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize(
-    "how", [{"method": "wanda"}, {"structure": "neurons", "width_multiple": 8}]
+    "how", [{"method": "wanda"}, {"structure": "neurons", "beta": 1, "width_multiple": 8}]
 )
 def test_a_disk_that_is_too_small(
     models: Models,

@@ -53,7 +53,7 @@ def test_what_a_kind_does_not_have(models: Callable[[str], Path]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"method": "emp-magnitude"},
+        {"method": "emp-magnitude", "beta": 1},
         {"method": "wanda", "sparsity": 0.5, "refit": True},
         {"method": "taylor", "sparsity": 0.5, "keep_shapes": True, "width_multiple": None},
     ],

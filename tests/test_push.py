@@ -395,6 +395,7 @@ def test_a_model_with_fewer_heads_and_neurons(
     options: dict[str, Any] = {
         "structure": "both",
         "method": "magnitude",
+        "sparsity": 0.5,
         "width_multiple": 8,
         "quiet": True,
     }

@@ -380,8 +380,8 @@ def test_blocks_that_read_the_keys_of_others(tmp_path: Path) -> None:
     tiny.make_tokenizer().save_pretrained(tmp_path / "model")
     for way, option in (
         ({"refit": True, "dry_run": True}, "--refit"),
-        ({"structure": "neurons", "refit": True}, "--refit"),
-        ({"structure": "neurons", "method": "taylor"}, "--method taylor"),
+        ({"structure": "neurons", "beta": 1, "refit": True}, "--refit"),
+        ({"structure": "neurons", "sparsity": 0.5, "method": "taylor"}, "--method taylor"),
     ):
         with pytest.raises(
             UserError, match=f"^{option} runs block by block, and the model's last blocks read"

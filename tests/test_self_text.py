@@ -186,7 +186,7 @@ def test_every_command_writes_the_file_that_repeats_it(
         output=tmp_path / "e",
         **given,
     )
-    neurons = {"structure": "neurons", "method": "emp-wanda", "width_multiple": 8}
+    neurons = {"structure": "neurons", "method": "emp-wanda", "beta": 1, "width_multiple": 8}
     prune(model, calibration="self", output=tmp_path / "f", **neurons, **given)
     for other in (
         "c.self.jsonl",

@@ -428,6 +428,7 @@ def test_emp_counts_over_all_layers(models: Any, tmp_path: Path) -> None:
         "structure": "neurons",
         "structure_group": "all",
         "method": "emp-magnitude",
+        "beta": 1,
         "keep_shapes": True,
     }
     _, structure = removed(source, out, **options)
@@ -459,9 +460,8 @@ def test_damage_is_found(models: Any, tmp_path: Path) -> None:
     """A changed weight, a changed choice and a changed config are differences."""
     source = models("llama")
     out = tmp_path / "out"
-    prune(
-        str(source), output=out, structure="neurons", method="magnitude", width_multiple=8, **QUIET
-    )
+    how: dict[str, Any] = {"method": "magnitude", "sparsity": 0.5, "width_multiple": 8}
+    prune(str(source), output=out, structure="neurons", **how, **QUIET)
     name = "model.layers.0.self_attn.q_proj.weight"
     shard = oracle.tensors(out)[name].shard
     tensors = load_file(shard)
@@ -499,7 +499,9 @@ def test_an_interrupted_run_resumes(
     whole = tmp_path / "whole"
     broken = tmp_path / "broken"
     options: dict[str, Any] = (
-        {"structure": "both", "method": "taylor", "width_multiple": 8} | SHORT | QUIET
+        {"structure": "both", "method": "taylor", "sparsity": 0.5, "width_multiple": 8}
+        | SHORT
+        | QUIET
     )
     prune(str(source), output=whole, **options)
     real = writing.write_shard
@@ -534,6 +536,7 @@ def test_report_and_dry_run(models: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "structure": "both",
         "method": "magnitude",
+        "sparsity": 0.5,
         "width_multiple": 8,
     } | QUIET
     planned = prune(str(source), output=out, dry_run=True, **options)
@@ -572,7 +575,21 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"sparsity": 0.001, "method": "emp-magnitude"},
         "--sparsity 0.001 removes none of the 160 neurons. Give a higher one",
     ),
-    ({"method": "emp-magnitude"}, "rounded up to one width for all layers nothing is removed"),
+    (
+        {"method": "emp-magnitude", "beta": 1},
+        "rounded up to one width for all layers nothing is removed",
+    ),
+    (
+        {},
+        "--structure neurons: say how much goes, by --sparsity, --parameters, --memory or "
+        "--loss 2%, or by --beta 1, the rule of the effective number",
+    ),
+    (
+        {"structure": "heads", "method": "magnitude"},
+        "--structure heads: say how much goes, by --sparsity, --parameters, --memory or "
+        "--loss 2%. There is no default, because a model can lose few of its units",
+    ),
+    ({"structure": "both", "method": "emp-taylor"}, "--structure both: say how much goes"),
     (
         {"structure": None, "method": "taylor"},
         "scores heads and neurons, not weights. Add --structure",

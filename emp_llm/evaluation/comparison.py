@@ -370,13 +370,16 @@ def cheaper(recipe: Recipe) -> list[str]:
     """The options by which a run loses less at the same number of weights."""
     counts = recipe.counts
     structure = recipe.structure
-    flags = []
+    by_rule = recipe.adaptive and counts.sparsity is None
+    better = ""
+    if structure is not None and by_rule and "taylor" in structure.criteria:
+        better = "--method emp-taylor" * (recipe.name != "taylor")  # its rule removes fewer
     if recipe.update is None or recipe.update.refit is None:
         if structure is None:
             fixed = isinstance(counts, Pattern | Match) or getattr(counts, "shares", None)
-            flags.append(f"--method {'admm' if fixed else 'emp-admm'} --refit")
-        else:
-            flags.append("--refit")
+            better = f"--method {'admm' if fixed else 'emp-admm'}"
+        better += " --refit"
+    flags = [better.strip()] if better else []
     if not flags and recipe.heal is None:
         flags.append("--heal")
     # Of an order above 1, the effective number is smaller than that of order 1.

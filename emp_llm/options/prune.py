@@ -125,8 +125,6 @@ def checked_recipe(words: RecipeWords, options: PruneOptions, given: GivenOption
     structure = recipe.structure
     if structure is not None:
         _check_structured(recipe, structure, options)
-        if structure.units in ("experts", "layers") and not options.dry_run:
-            _check_amount(structure.units, given)
     if options.parameters is not None or options.memory is not None:
         for name in ("sparsity", "pattern", "match", "beta", "neff_dtype"):
             if name in given:
@@ -155,6 +153,8 @@ def checked_recipe(words: RecipeWords, options: PruneOptions, given: GivenOption
         )
     if structure is None:
         _check_text(recipe, options)
+    elif not options.dry_run:
+        _check_amount(recipe, structure.units, given)
     return recipe
 
 
@@ -232,15 +232,16 @@ def _check_loss(recipe: Recipe, options: PruneOptions, given: GivenOptions) -> N
         )
 
 
-def _check_amount(units: str, given: GivenOptions) -> None:
-    """Raise UserError unless options say how many experts or layers go. By itself the rule removes
-    more layers than a model can lose (docs/experts.md).
+def _check_amount(recipe: Recipe, units: str, given: GivenOptions) -> None:
+    """Raise UserError unless options say how many units go. By itself the rule may remove far more
+    than a model can lose (docs/structure.md, docs/experts.md).
     """
     if not given & {"sparsity", "parameters", "memory", "loss", "match", "beta"}:
+        rule = ", or by --beta 1, the rule of the effective number" * recipe.adaptive
         raise UserError(
             f"--structure {units}: say how much goes, by --sparsity, --parameters, --memory or "
-            f"--loss 2%. There is no default, because a model can lose few {units}; --dry-run "
-            "shows sizes."
+            f"--loss 2%{rule}. There is no default, because a model can lose few of its units; "
+            "--dry-run shows sizes."
         )
 
 
