@@ -142,7 +142,8 @@ def _width_of(units: Units, size: int, structure: Structure, widths: Mapping[str
     if units.multiple_of:  # as many as that number allows
         width = widths[units.multiple_of]
         return len(units) // width * width
-    return units.rounded(size, structure)
+    multiple = structure.width_multiple if units.rounded else None
+    return -(-size // (multiple or 1)) * (multiple or 1)
 
 
 def _record_of(

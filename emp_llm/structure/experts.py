@@ -20,7 +20,6 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
-from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -106,6 +105,9 @@ class Experts(Units):
     comparable = False  # blocks differ in the size of their outputs
     listed = True
     sizes_known = True
+    remedy = (
+        "Its router chooses in a way that is not known here. Please report the class of the model."
+    )
 
     module: str
     field: str
@@ -163,6 +165,7 @@ class Experts(Units):
                     block=block,
                     places=np.arange(number) * groups // number,
                     least=least,
+                    required=least * groups,
                     targets=matrices,
                     module=module,
                     field=field,
@@ -245,13 +248,16 @@ class Experts(Units):
             sums[target.layer.expert.expert] += squares(target.matrix, 0).sum()
         return np.sqrt(sums)
 
-    @property
-    def required(self) -> int:
-        return self.fewest
-
     def cut(self, model: UnitModel, kept: Indices, cuts: Cuts) -> None:
+        if not cuts.remove and not self.closes:
+            raise UserError(
+                f"--keep-shapes: the router of {self.name} has no bias, so that no expert can be "
+                "closed in it. Leave it out; every layer then keeps as many experts."
+            )
         tensors = model.checkpoint.tensors
         stays = kept.tolist()
+        listed = {"num_experts": len(self), "kept_experts": {}}
+        cuts.files.setdefault(EXPERTS_NAME, listed)["kept_experts"][self.name] = stays
         for name, dimension in self.together.items():
             cuts.leave_out(name, None, tensors[name].shape, dimension, self.gone(kept))
         for name, expert in self.single.items():
@@ -266,13 +272,6 @@ class Experts(Units):
         for name in self.closes:
             lowest = torch.finfo(torch_dtype(tensors[name].dtype)).min
             cuts.fills[name] = max(_CLOSED, lowest / 4)
-
-    def check_zeroed(self) -> None:
-        if not self.closes:
-            raise UserError(
-                f"--keep-shapes: the router of {self.name} has no bias, so that no expert can be "
-                "closed in it. Leave it out; every layer then keeps as many experts."
-            )
 
     def unreached(self, number: int) -> int:
         weights = sum(target.matrix.numel for target in self.targets)
@@ -296,9 +295,9 @@ class Experts(Units):
             )
         return changes
 
-    def fitted(self, kept: Indices) -> list[Target]:
+    def fitted(self, kept: Indices) -> dict[Target, Indices]:
         shared = [] if self.shared is None else [self.shared]
-        return [self.outputs[number] for number in kept] + shared
+        return dict.fromkeys([*(self.outputs[number] for number in kept), *shared], kept[:0])
 
     @classmethod
     def refit(
@@ -316,34 +315,23 @@ class Experts(Units):
     def without(self, model: PreTrainedModel, kept: Indices) -> AbstractContextManager[Any]:
         return closed_router(model, self, kept)
 
-    def remedy(self, keeps_shapes: bool) -> str:
-        return (
-            "Its router chooses in a way that is not known here. Please report the class of the "
-            "model."
-        )
-
-    def add_losses(self, record: UnitsRecord, kept: Indices, sums: Mapping[str, Tensor]) -> None:
-        gone = self.gone(kept)
-        tokens, mass, *_ = sums[self.name]
-        record.tokens_lost = float(tokens[gone].sum() / tokens.sum())
-        record.mass_lost = float(mass[gone].sum() / mass.sum())
-
     @classmethod
-    def warnings(cls, units: Sequence[Units], sums: Mapping[str, Tensor]) -> list[str]:
-        unseen = {experts.name: int((sums[experts.name][0] == 0).sum()) for experts in units}
+    def noted(cls, records: Mapping[Units, UnitsRecord], sums: Mapping[str, Tensor]) -> list[str]:
+        unseen = {}
+        for units, record in records.items():
+            tokens, mass, *_ = sums[units.name]
+            gone = units.gone(np.array(record.kept_units))
+            record.tokens_lost = float(tokens[gone].sum() / tokens.sum())
+            record.mass_lost = float(mass[gone].sum() / mass.sum())
+            unseen[units.name] = int((tokens == 0).sum())
         first = next((name for name, count in unseen.items() if count), None)
         if first is None:
             return []
-        total = sum(len(experts) for experts in units)
+        total = sum(len(units) for units in records)
         return [
             f"No token of the calibration reached {sum(unseen.values())} of {total:,} experts "
             f"({unseen[first]} of {first}). They score 0; use more text, or text of more kinds."
         ]
-
-    @classmethod
-    def side_files(cls, kept: Mapping[Units, Indices]) -> dict[Path, Any]:
-        numbers = {units.name: stays.tolist() for units, stays in kept.items()}
-        return {EXPERTS_NAME: {"num_experts": len(next(iter(kept))), "kept_experts": numbers}}
 
 
 def _number_field(model: UnitModel, stacks: list[ExpertStack]) -> tuple[str, int, dict[str, int]]:

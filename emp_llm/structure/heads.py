@@ -46,6 +46,15 @@ class Heads(Parts):
         "layers of usual names)"
     )
 
+    remedy = (
+        "Its attention may depend on the number of heads; add --keep-shapes. Or it stores queries, "
+        "keys and values in another order than is known here."
+    )
+    remedy_of_zeros = (
+        "It stores queries, keys and values in another order than is known here, so its heads "
+        "cannot be pruned. Please report the class of the model, and use --structure neurons."
+    )
+
     heads: int
     keys: int
 
@@ -122,18 +131,6 @@ class Heads(Parts):
         if inputs[0].shape[-1] == columns.numel():  # all shapes are kept
             return logits, inputs[0][:, heads]
         return logits, inputs[0].reshape(-1, *heads.shape)
-
-    def remedy(self, keeps_shapes: bool) -> str:
-        if keeps_shapes:
-            return (
-                "It stores queries, keys and values in another order than is known here, so its "
-                "heads cannot be pruned. Please report the class of the model, and use --structure "
-                "neurons."
-            )
-        return (
-            "Its attention may depend on the number of heads; add --keep-shapes. Or it stores "
-            "queries, keys and values in another order than is known here."
-        )
 
 
 def _queries_keys_values(

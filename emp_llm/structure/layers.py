@@ -72,6 +72,10 @@ class Layers(Units):
 
     kind = "layers"
     sizes_known = True
+    remedy = (
+        "Its layers depend on their number in a way that is not known here. Please report the "
+        "class of the model."
+    )
 
     stored: dict[str, tuple[int, int, int]]
     ends: dict[int, Target]
@@ -228,8 +232,9 @@ class Layers(Units):
         tried += [by_count | _dense_by_name(model, stays) for by_count in tried]
         return next((fields for fields in tried if model.shapes_with(fields) == shapes), None)
 
-    def fitted(self, kept: Indices) -> list[Target]:
-        return [self.ends[number] for number in self.fitted_layers(kept) if number in self.ends]
+    def fitted(self, kept: Indices) -> dict[Target, Indices]:
+        layers = self.fitted_layers(kept)
+        return {self.ends[number]: kept[:0] for number in layers if number in self.ends}
 
     def fitted_layers(self, kept: Indices) -> list[int]:
         """The layers whose last matrix makes up for others: those before layers that go, and the
@@ -255,12 +260,6 @@ class Layers(Units):
     def without(self, model: PreTrainedModel, kept: Indices) -> AbstractContextManager[Any]:
         _, modules = find_blocks(model, self.name)
         return _passed_by([modules[number] for number in self.gone(kept)])
-
-    def remedy(self, keeps_shapes: bool) -> str:
-        return (
-            "Its layers depend on their number in a way that is not known here. Please report the "
-            "class of the model."
-        )
 
 
 def _dense_by_name(model: UnitModel, stays: Sequence[int]) -> Changes:

@@ -15,7 +15,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import Target
 from emp_llm.models.layers import Layer
 from emp_llm.models.names import GATE_AND_UP
-from emp_llm.options.recipe import Recipe, Structure
+from emp_llm.options.recipe import Recipe
 from emp_llm.structure.parts import Parts
 from emp_llm.structure.units import Indices, Scores, Squares, UnitModel
 
@@ -36,6 +36,11 @@ class Neurons(Parts):
 
     kind = "neurons"
     layers = "mlp"
+    rounded = True
+    remedy = (
+        "Its MLP stores gates and features in another order than is known here. Please report the "
+        "class of the model."
+    )
     missing = (
         "no MLP whose neurons can be told apart (a layer that reads one activation for each neuron)"
     )
@@ -104,10 +109,6 @@ class Neurons(Parts):
             return np.zeros(self.output.matrix.columns)
         return super().collected(feature)
 
-    def rounded(self, number: int, structure: Structure) -> int:
-        multiple = structure.width_multiple or 1
-        return -(-number // multiple) * multiple
-
     def fields(self, config: Any, stays: Mapping[int, int]) -> dict[str, Any]:
         number = stays[self.block]
         for name in next(names for word, names in _WIDTHS if word in self.role):
@@ -123,12 +124,6 @@ class Neurons(Parts):
             if width is None or width == len(self):  # None: left to the default of the model
                 return {name: number}
         raise self.no_field()
-
-    def remedy(self, keeps_shapes: bool) -> str:
-        return (
-            "Its MLP stores gates and features in another order than is known here. Please report "
-            "the class of the model."
-        )
 
 
 def _role_of_experts(model: UnitModel, shared: str) -> str:

@@ -215,8 +215,9 @@ class Parts(Units):
             "another amount, or keep all shapes and set the removed ones to zero: --keep-shapes."
         )
 
-    def fitted(self, kept: Indices) -> list[Target]:
-        return [self.output] if len(kept) < len(self) else []
+    def fitted(self, kept: Indices) -> dict[Target, Indices]:
+        unread = self.columns[self.gone(kept)].ravel()
+        return {self.output: unread} if len(unread) else {}
 
     @classmethod
     def refit(
@@ -228,18 +229,16 @@ class Parts(Units):
         moved: MovedWeights,
         **options: Any,
     ) -> None:
-        targets = [target for units, stays in kept.items() for target in units.fitted(stays)]
-        unread = {units.name: units.unread(stays) for units, stays in kept.items()}
+        unread: dict[Target, Indices] = {}
+        for units, stays in kept.items():
+            unread |= units.fitted(stays)
 
         def mask_of(target: Target) -> Tensor:
             read = torch.ones(target.matrix.columns, dtype=torch.bool)
-            read[unread[target.name]] = False
+            read[unread[target]] = False
             return read.expand(target.matrix.rows, -1)
 
-        update_model(model, targets, tokens, update, moved, mask_of=mask_of, **options)
-
-    def unread(self, kept: Indices) -> Indices:
-        return self.columns[self.gone(kept)].ravel()
+        update_model(model, list(unread), tokens, update, moved, mask_of=mask_of, **options)
 
 
 def _check_stacks(model: UnitModel, units: Sequence[Parts]) -> None:

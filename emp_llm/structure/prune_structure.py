@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from emp_llm.checkpoint.checkpoint import identity_of
-from emp_llm.checkpoint.files import unfinished, write_bytes, write_json
+from emp_llm.checkpoint.files import unfinished, write_bytes
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import NothingRemovedError, UserError, format_bytes
 from emp_llm.common.machine import command_line, versions
@@ -103,7 +103,7 @@ class Decision:
     @property
     def fitted(self) -> list[Target]:
         """The matrices whose weights a refit moves."""
-        return [target for units, kept in self.kept.items() for target in units.fitted(kept)]
+        return [target for units, stays in self.kept.items() for target in units.fitted(stays)]
 
 
 def find_units(inputs: Inputs, structure: Structure) -> tuple[PruneRun, UnitModel]:
@@ -269,8 +269,7 @@ def _decided(run: PruneRun, model: UnitModel, feature: Feature | None = None) ->
             "--beta, --sparsity, or a smaller --width-multiple."
         )
     if structure.keep_shapes:
-        for units in model.units:
-            units.check_zeroed()
+        cuts_of(model, choices, remove=False)  # raises if one cannot be left out
         return Decision(recipe, beta, choices, None)
     indices = [choice.kept for choice in choices]
     return Decision(recipe, beta, choices, model.units[0].config_changes(model, indices))
@@ -311,17 +310,15 @@ def _write(
                 tensors[f"{choice.units.name}.scores"] = torch.from_numpy(choice.scores)
             write_bytes(out.files / STRUCTURE_NAME, save(tensors))
         targets, record = _records(model, choices, decision.changes)
+        warnings = []
         if sums:
-            for choice in choices:
-                choice.units.add_losses(choice.record, choice.kept, sums)
-        for name, content in model.units[0].side_files(decision.kept).items():
-            write_json(out.files / name, content)
+            records = {choice.units: choice.record for choice in choices}
+            warnings = model.units[0].noted(records, sums)
         compared = out.get("compared", StructureRecord)
         if compared is None:
             _compare(run, decision, moved, out.files, record)
             out.note(compared=record.as_dict())
         record = compared or record
-    warnings = model.units[0].warnings(model.units, sums) if sums else []
     if run.judged is None:  # else --loss has found how many go
         warnings += _rounding(choices, decision.recipe)
     fits = {} if moved is None else moved.records()

@@ -45,7 +45,7 @@ Squares = Callable[[Matrix, int], Scores]
 
 @dataclass
 class Cuts:
-    """What becomes of the stored tensors.
+    """What goes with the units that do not stay.
 
     Attributes:
         remove: what does not stay is removed; else other values take its place.
@@ -53,12 +53,14 @@ class Cuts:
         names: the new name of those that get one; None: the tensor goes.
         fills: tensor -> the value in the place of what does not stay, where shapes stay; others
             have 0.
+        files: further files beside the checkpoint: path -> content, for JSON.
     """
 
     remove: bool
     kept: Kept = field(default_factory=dict)
     names: dict[str, str | None] = field(default_factory=dict)
     fills: dict[str, float] = field(default_factory=dict)
+    files: dict[Path, dict[str, Any]] = field(default_factory=dict)
 
     def leave_out(
         self, name: str, expert: int | None, shape: Shape, dimension: int, gone: Any
@@ -123,6 +125,9 @@ class Units(ABC):
         comparable: whether scores of different blocks are on one scale.
         listed: the report has the score of each unit, and the numbers of those that stay.
         sizes_known: a dry run lists sizes of the model, which do not depend on the scores.
+        rounded: where they are removed, --width-multiple divides the number that stays.
+        remedy: what to do if the written model computes something else than the dense one.
+        remedy_of_zeros: the same where shapes stay.
         name: of the layer that reads heads or neurons; of the module of all experts; of the list of
             layers.
         role: the name within the block, shared by the units of all blocks.
@@ -134,12 +139,16 @@ class Units(ABC):
             reads them is the last.
         multiple_of: the role of the units whose number divides theirs: config.json has the width of
             a shared expert as a number of routed ones. Empty for all others.
+        required: how many must stay even where the others are set to zero.
     """
 
     kind: ClassVar[str]
     comparable: ClassVar[bool] = True
     listed: ClassVar[bool] = False
     sizes_known: ClassVar[bool] = False
+    rounded: ClassVar[bool] = False
+    remedy: ClassVar[str]
+    remedy_of_zeros: ClassVar[str] = ""
 
     name: str
     role: str
@@ -148,6 +157,7 @@ class Units(ABC):
     least: int
     targets: list[Target]
     multiple_of: str = field(default="", kw_only=True)
+    required: int = field(default=0, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.places)
@@ -259,15 +269,6 @@ class Units(ABC):
         """How many stay at least."""
         return self.least * len(np.unique(self.places))
 
-    @property
-    def required(self) -> int:
-        """How many must stay even where the others are set to zero."""
-        return 0
-
-    def rounded(self, number: int, structure: Structure) -> int:
-        """The number of units that stay if all blocks keep `number`."""
-        return number
-
     def gone(self, kept: Indices) -> Indices:
         """The numbers of the units that do not stay, ascending."""
         return np.setdiff1d(np.arange(len(self)), kept)
@@ -276,13 +277,12 @@ class Units(ABC):
 
     @abstractmethod
     def cut(self, model: "UnitModel", kept: Indices, cuts: Cuts) -> None:
-        """Add what becomes of the stored tensors if only the units `kept` stay. The others are
-        removed, or set to zero, or closed in their router.
-        """
+        """Add what goes if only the units `kept` stay. The others are removed, or set to zero, or
+        closed in their router.
 
-    def check_zeroed(self) -> None:
-        """Raise UserError if a unit cannot be left out while all shapes stay."""
-        return
+        Raises:
+            UserError: a unit cannot be left out while all shapes stay.
+        """
 
     def unreached(self, number: int) -> int:
         """How many parameters of `number` units a token does not reach."""
@@ -305,8 +305,10 @@ class Units(ABC):
     # Fitted.
 
     @abstractmethod
-    def fitted(self, kept: Indices) -> list[Target]:
-        """The matrices whose weights a refit moves."""
+    def fitted(self, kept: Indices) -> dict[Target, Indices]:
+        """The matrices whose weights a refit moves, and the inputs of each that belong to the
+        other units.
+        """
 
     @classmethod
     @abstractmethod
@@ -326,14 +328,10 @@ class Units(ABC):
     # Compared with the dense model.
 
     def without(self, model: PreTrainedModel, kept: Indices) -> AbstractContextManager[Any]:
-        """A context in which the dense model runs without the other units, apart from the
-        `unread` inputs.
+        """A context in which the dense model runs without the other units, apart from the inputs
+        of `fitted`.
         """
         return nullcontext()
-
-    def unread(self, kept: Indices) -> Indices:
-        """The inputs of the fitted matrices that belong to the other units."""
-        return np.arange(0)
 
     def kept_outputs(
         self, model: PreTrainedModel, kept: Indices, run: Callable[[], Tensor]
@@ -347,25 +345,15 @@ class Units(ABC):
         """
         return None
 
-    @abstractmethod
-    def remedy(self, keeps_shapes: bool) -> str:
-        """What to do if the written model computes something else than the dense one."""
-
-    # Recorded.
-
-    def add_losses(self, record: UnitsRecord, kept: Indices, sums: Mapping[str, Tensor]) -> None:
-        """Put into a record what the tokens of the text lose."""
-        return
-
     @classmethod
-    def warnings(cls, units: Sequence["Units"], sums: Mapping[str, Tensor]) -> list[str]:
-        """What to know about the scores of a model's units."""
+    def noted(cls, records: Mapping["Units", UnitsRecord], sums: Mapping[str, Tensor]) -> list[str]:
+        """Put into the records of a model's units what the tokens of the text lose; returns what to
+        know about the scores.
+
+        Args:
+            sums: of `sums`.
+        """
         return []
-
-    @classmethod
-    def side_files(cls, kept: Mapping["Units", Indices]) -> dict[Path, Any]:
-        """Further files beside the checkpoint: path -> content, for JSON."""
-        return {}
 
 
 @dataclass(frozen=True, eq=False)

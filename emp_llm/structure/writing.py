@@ -114,6 +114,8 @@ def write_smaller_checkpoint(
     folder = out.files
     remove = changes is not None
     cuts = cuts_of(model, choices, remove)
+    for name, further in cuts.files.items():
+        write_json(folder / name, further)
     for relative in checkpoint.side_files():
         source = checkpoint.folder / relative
         path = folder / relative
@@ -254,12 +256,13 @@ def compare_models(
     if wanted_units is not None and written_units is not None:
         differences["heads that stay"] = _largest_difference(wanted_units, written_units)
     limit = _LIMITS.get(dense.dtype, 0.1)
+    units = choices[0].units
     for what, value in differences.items():
         if value > limit:
             raise RefusedError(
                 "the written model does not compute what the dense model does without its removed "
                 f"parts: the {what} differ by {value:.2g} of their norm. "
-                f"{choices[0].units.remedy(keeps_shapes=not record.config)}"
+                f"{(not record.config and units.remedy_of_zeros) or units.remedy}"
             )
     record.difference = difference
 
@@ -275,9 +278,8 @@ def _without_units(
     try:
         with ExitStack() as hooks:
             for choice in choices:
-                unread = choice.units.unread(choice.kept)
                 hooks.enter_context(choice.units.without(model, choice.kept))
-                for target in choice.units.fitted(choice.kept):
+                for target, unread in choice.units.fitted(choice.kept).items():
                     new = None if moved is None else moved.rows(target, 0, target.matrix.rows)
                     if new is None and not len(unread):
                         continue
