@@ -98,13 +98,15 @@ def removed(source: Path, out: Path, numbers: list[int], **options: Any) -> RunR
 
 
 def reference(
-    source: Path, end: str, numbers: list[int], fitted: dict[int, float]
+    source: Path, end: str, numbers: list[int], fitted: dict[int, float], relative: bool
 ) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
     """Number of a fitted layer -> its weight by the normal equations, the inputs of its last
-    matrix, and what that shall return without its bias: float64.
+    matrix, and what that shall return without its bias, both times the root of the token's weight:
+    float64.
 
     Args:
         fitted: number of each fitted layer -> its damping.
+        relative: a token's weight is 1 / ||y||^2; else 1.
     """
     model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64)
     _, blocks = find_blocks(model)
@@ -145,6 +147,9 @@ def reference(
         behind = next(n for n in range(number + 1, COUNT + 1) if n not in numbers)
         bias = 0 if layer.bias is None else layer.bias.detach()
         y = dense[behind] - (small[number + 1] - given) - bias
+        if relative:
+            roots = y.norm(dim=1, keepdim=True).reciprocal()
+            x, y = x * roots, y * roots
         transposed = not isinstance(layer, nn.Linear)
         weight = layer.weight.detach()
         weight = weight.T if transposed else weight
@@ -157,15 +162,18 @@ def reference(
     return found
 
 
-def check(source: Path, out: Path, family: str, numbers: list[int], fitted: set[int]) -> None:
+def check(
+    source: Path, out: Path, family: str, numbers: list[int], fitted: set[int], **how: Any
+) -> None:
     """Compare the fitted weights of a checkpoint with the reference, and the others with the
     dense ones.
     """
-    report = removed(source, out, numbers)
+    report = removed(source, out, numbers, **how)
     fits = {int(re.findall(r"\.(\d+)\.", name)[0]): fit for name, fit in report.fits.items()}
     assert fits.keys() == fitted
     end = FAMILIES[family][1]
-    wanted = reference(source, end, numbers, {n: fit.damping or 0.0 for n, fit in fits.items()})
+    dampings = {number: fit.damping or 0.0 for number, fit in fits.items()}
+    wanted = reference(source, end, numbers, dampings, how.get("refit_weighting") != "equal")
     dense = tiny.weights_of(source)
     small = tiny.weights_of(out)
     new_number = {old: new for new, old in enumerate(n for n in range(COUNT) if n not in numbers)}
@@ -195,6 +203,10 @@ def test_weights_are_those_of_the_reference(family: str, make: Any, tmp_path: Pa
     check(make(family), tmp_path / "out", family, [2, 3], {1})
 
 
+def test_tokens_may_have_equal_weights(make: Any, tmp_path: Path) -> None:
+    check(make("llama"), tmp_path / "out", "llama", [2, 3], {1}, refit_weighting="equal")
+
+
 @pytest.mark.parametrize(
     ("numbers", "fitted"),
     [
@@ -221,18 +233,13 @@ def test_what_cannot_be_fitted_is_named(family: str, make: Any, tmp_path: Path) 
     assert not (tmp_path / "out").exists()
 
 
-def test_weights_of_tokens_and_held_out_errors(make: Any, tmp_path: Path) -> None:
-    """Relative weights give other values; of several sequences, one measures the error."""
-    several = {"samples": 4, "seqlen": 64}
-    equal = removed(make("llama"), tmp_path / "equal", [2], **several)
-    relative = {"refit_weighting": "relative"}
-    other = removed(make("llama"), tmp_path / "other", [2], **several | relative)
-    ((name, fit),) = equal.fits.items()
+def test_one_sequence_measures_the_error(make: Any, tmp_path: Path) -> None:
+    report = removed(make("llama"), tmp_path / "out", [2], samples=4, seqlen=64)
+    (fit,) = report.fits.values()
     assert fit.tokens == 3 * 64
     assert fit.held_out_after is not None
     assert fit.held_out_before is not None
     assert fit.held_out_after < fit.held_out_before
-    assert other.fits[name].error_after != fit.error_after
 
 
 @pytest.mark.parametrize("where", ["disk", "cpu"])

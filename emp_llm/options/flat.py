@@ -100,6 +100,9 @@ class RecipeWords(dict[str, Any]):
         structure = built(Structure, given) if "structure" in given else None
         if structure is not None:
             given.setdefault("targets", structure.layers)
+            if structure.units == "layers" and Refit.name in given:
+                # A few tokens may have huge hidden states (docs/structure.md).
+                given.setdefault("refit_weighting", "relative")
         method = _method_of(given, structure)
         adaptive = method.startswith("emp-")
         name = method.removeprefix("emp-")
