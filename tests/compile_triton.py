@@ -43,7 +43,7 @@ class Driver:
 def compiled_by(capability: int, run: Callable[[], object]) -> list[str]:
     """The PTX of all kernels that a function launches."""
     triton.runtime.driver.set_active(Driver(capability))
-    texts: list[str] = []
+    texts = []
 
     def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         texts.append(LAUNCH(self, *arguments, grid=grid, warmup=True, **options).asm["ptx"])

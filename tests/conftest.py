@@ -250,7 +250,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The device maps with which models are loaded from now on."""
     from emp_llm.models import loading
 
-    found: list[str] = []
+    found = []
     load = loading.load_model
 
     def noted(folder: Path, place: str, *rest: Any) -> Any:

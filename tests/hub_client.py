@@ -55,7 +55,6 @@ class Client:
         messages that it logged ("log").
         """
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         changes = {"HF_TOKEN": self._token if token == "" else token}
         print(
             json.dumps([function, arguments, changes], default=str),
@@ -65,7 +64,7 @@ class Client:
         line = self._process.stdout.readline()
         for secret in (self._token, token):
             assert not secret or secret not in line, "a token was shown"
-        answer: dict[str, Any] = json.loads(line)
+        answer = json.loads(line)
         assert "broken" not in answer, answer["broken"]
         return answer
 

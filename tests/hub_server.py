@@ -313,7 +313,7 @@ class _Handler(BaseHTTPRequestHandler):
             str(parent) for path in inside for parent in Path(path[len(prefix) :]).parents
         } - {"."}
         deep = "recursive=true" in self.query.lower()
-        listed: list[dict[str, object]] = [
+        listed = [
             {"type": "directory", "path": prefix + folder, "oid": blob_id(folder.encode())}
             for folder in sorted(folders)
             if deep or "/" not in folder
@@ -351,7 +351,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _upload_mode(self, asked: dict[str, Any], files: dict[str, bytes]) -> dict[str, object]:
         path = asked["path"]
         large = is_large(asked["path"], asked["size"])
-        answer: dict[str, object] = {"path": path, "uploadMode": "lfs" if large else "regular"}
+        answer = {"path": path, "uploadMode": "lfs" if large else "regular"}
         if path in files:
             answer["oid"] = sha256(files[path]) if large else blob_id(files[path])
         return answer | {"shouldIgnore": path in self.hub.ignored}
@@ -367,7 +367,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _object(self, repository: Repository, asked: dict[str, Any]) -> dict[str, object]:
         oid = asked["oid"]
-        answer: dict[str, object] = {"oid": oid, "size": asked["size"]}
+        answer = {"oid": oid, "size": asked["size"]}
         if oid in repository.large:
             return answer
         # as for a store with signed addresses: who has the address may write

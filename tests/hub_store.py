@@ -140,7 +140,7 @@ def blob_id(content: bytes) -> str:
 
 def entry(path: str, content: bytes) -> dict[str, object]:
     """A file as a tree lists it."""
-    listed: dict[str, object] = {
+    listed = {
         "type": "file",
         "path": path,
         "size": len(content),

@@ -235,5 +235,4 @@ def make_multimodal(folder: Path, name: str) -> Path:
 
 def load_own(folder: Path, name: str) -> PreTrainedModel:
     """The model as a user of transformers loads it; the experts of a mixture run one by one."""
-    model: PreTrainedModel = FAMILIES[name].auto.from_pretrained(folder).eval()
-    return model
+    return FAMILIES[name].auto.from_pretrained(folder).eval()

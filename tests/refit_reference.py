@@ -57,7 +57,7 @@ def references(
     after = _load(pruned)
     fitted = _load(source)
     held = max(1, len(tokens) // 16)
-    found: dict[str, Reference] = {}
+    found = {}
     for number in range(len(dense.model.layers)):
         for level in LEVELS:
             names = [
@@ -90,7 +90,7 @@ def references(
 
 
 def _load(folder: Path) -> Any:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     return model.requires_grad_(False).eval()
 
 
@@ -100,7 +100,7 @@ def _weight(model: PreTrainedModel, name: str) -> Tensor:
 
 def _inputs(model: PreTrainedModel, names: list[str], tokens: Tensor) -> dict[str, Tensor]:
     """The inputs of some layers: shape (samples, length, inputs)."""
-    seen: dict[str, Tensor] = {}
+    seen = {}
     hooks = [
         model.get_submodule(name).register_forward_hook(
             lambda _, given, __, name=name: seen.update({name: given[0]})

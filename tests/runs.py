@@ -17,7 +17,7 @@ def make_runs(models: Callable[[str], Path], text: Path, folder: Path) -> Path:
     suite = folder / "suite.toml"
     (folder / "heldout.txt").write_text(text.read_text()[:3000])
     suite.write_text('[perplexity]\nfile = "heldout.txt"\nseqlen = 64\n')
-    common: dict[str, Any] = {"model": models("llama"), "device_map": "cpu", "evaluate": f"{suite}"}
+    common = {"model": models("llama"), "device_map": "cpu", "evaluate": f"{suite}"}
     given = {"calibration": str(text), "samples": 4, "seqlen": 64}
     prune(**common, output=folder / "emp", method="emp-magnitude")
     common["baseline"] = folder / "emp"  # the dense model is measured once
@@ -42,8 +42,7 @@ def study_of(runs: Path, *names: str, against: str | None = None) -> Study:
 
 
 def report_of(run: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / "emp_report.json").read_text())
-    return found
+    return json.loads((run / "emp_report.json").read_text())
 
 
 def save_run(folder: Path, values: dict[str, Any]) -> Path:

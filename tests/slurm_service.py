@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -171,7 +170,7 @@ class Slurm:
 
     def call(self, *line: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
         """Run a command of Slurm."""
-        how: dict[str, Any] = {"env": self.environment, "stdin": subprocess.DEVNULL, "timeout": 60}
+        how = {"env": self.environment, "stdin": subprocess.DEVNULL, "timeout": 60}
         return subprocess.run(line, capture_output=True, text=True, check=check, **how)
 
     def node_states(self) -> dict[str, str]:

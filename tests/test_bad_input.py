@@ -88,13 +88,11 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "order negative": (r"^--order must be .* >= 0", {"order": -0.5}),
     "sparsity one": (r"^--sparsity must be .* below 1", {"method": "wanda", "sparsity": 1.0}),
     "pattern 3:2": (
-        r"^--pattern must be N:M.* N < M; got "
-        r"'3:2'",
+        r"^--pattern must be N:M.* N < M; got '3:2'",
         {"method": "wanda", "pattern": "3:2"},
     ),
     "pattern over larger groups": (
-        r"pattern.* "
-        r"row.*matrix",
+        r"pattern.* row.*matrix",
         {"method": "wanda", "pattern": "2:4", "group": "matrix"},
     ),
     "pattern that does not divide": (
@@ -102,25 +100,21 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         {"method": "magnitude", "pattern": "3:5", "targets": "q_proj"},
     ),
     "beta with wanda": (
-        r"--beta .*wanda.*Use --sparsity, or --method "
-        r"emp-wanda",
+        r"--beta .*wanda.*Use --sparsity, or --method emp-wanda",
         {"method": "wanda", "beta": 1.0},
     ),
     "sparsity and beta": (
-        r"--sparsity finds the beta of emp-wanda; leave out "
-        r"--beta",
+        r"--sparsity finds the beta of emp-wanda; leave out --beta",
         {"sparsity": 0.5, "beta": 1.0},
     ),
     "match with emp-wanda": (r"--match .*--method wanda", {"match": Path("run")}),
     "sparsity and pattern": (
-        r"--sparsity and "
-        r"--pattern",
+        r"--sparsity and --pattern",
         {"method": "wanda", "sparsity": 0.5, "pattern": "2:4"},
     ),
     "neff-dtype": (r"^--neff-dtype 'float32' is not one of float64", {"neff_dtype": "float32"}),
     "neff-dtype with an order": (
-        r"^--neff-dtype bfloat16.*order "
-        r"2",
+        r"^--neff-dtype bfloat16.*order 2",
         {"neff_dtype": "bfloat16", "order": 1.0},
     ),
     "neff-dtype with wanda": (
@@ -128,16 +122,14 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         {"method": "wanda", "neff_dtype": "bfloat16"},
     ),
     "match of no run": (
-        r"no-run: no "
-        r"emp_report.json.*--output",
+        r"no-run: no emp_report.json.*--output",
         {"method": "wanda", "match": Path("no-run")},
     ),
     "method": (r"'obs' is not one of emp-wanda", {"method": "obs"}),
     "group": (r"group.*columns.*row", {"group": "columns", "method": "magnitude"}),
     "dtype": (r"^--dtype 'int8'.*bfloat16", {"dtype": "int8"}),
     "targets without a match": (
-        r"^--targets 'w1' matches "
-        r"no layer\..*mlp.down_proj",
+        r"^--targets 'w1' matches no layer\..*mlp.down_proj",
         {"targets": "w1,w2"},
     ),
     "targets of which one is misspelt": (
@@ -166,13 +158,11 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         {"targets": "(" * 2000},
     ),
     "targets without an end": (
-        r"'\(\?R\)' is not a valid regular expression \(it is nested too "
-        r"deeply",
+        r"'\(\?R\)' is not a valid regular expression \(it is nested too deeply",
         {"targets": "(?R)"},
     ),
     "targets with an invalid regex": (
-        r"'\(\*' is not a valid regular "
-        r"expression",
+        r"'\(\*' is not a valid regular expression",
         {"targets": "(*"},
     ),
     "embedding for wanda": (r"embed_tokens: an embedding .*magnitude", {"targets": "embed_tokens"}),
@@ -183,13 +173,11 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         {"device_map": "cuda:99"},
     ),
     "device-map of a missing file": (
-        r"device-map map\.json: .*no such "
-        r"file",
+        r"device-map map\.json: .*no such file",
         {"device_map": "map.json"},
     ),
     "text too short": (
-        r"text\.txt: [\d,]+ tokens, too short for 4000 samples x "
-        r"64",
+        r"text\.txt: [\d,]+ tokens, too short for 4000 samples x 64",
         {"samples": 4000},
     ),
     "seqlen beyond the context": (r"^--seqlen 129 .*context of 128", {"seqlen": 129}),
@@ -202,8 +190,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "everything ignored": (r"without '.*' match nothing", {"ignore": ".*"}),
     "calibration recipe": (r"nothing\.toml: cannot be read", {"calibration": "nothing.toml"}),
     "activations of another kind": (
-        r"tiny\.py: not a readable "
-        r"activations",
+        r"tiny\.py: not a readable activations",
         {"activations": Path(tiny.__file__)},
     ),
     "device-map with invalid JSON": (r"device-map .*JSON", {"device_map": '{"": 1'}),
@@ -231,23 +218,19 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "quantised": (
-        r"^--refit cannot change quantised weights; leave out "
-        r"--load-in-8bit",
+        r"^--refit cannot change quantised weights; leave out --load-in-8bit",
         {"refit": True, "load_in_8bit": True},
     ),
     "damping of zero": (
-        r"^--refit-damping must be above 0 and at most 1, got "
-        r"0",
+        r"^--refit-damping must be above 0 and at most 1, got 0",
         {"refit": True, "refit_damping": 0.0},
     ),
     "damping alone": (
-        r"^--refit-damping has no effect without --refit\. Add --refit, or leave it "
-        r"out",
+        r"^--refit-damping has no effect without --refit\. Add --refit, or leave it out",
         {"refit_damping": 0.1},
     ),
     "weighting": (
-        r"^--refit-weighting 'own' is not one of equal, "
-        r"relative",
+        r"^--refit-weighting 'own' is not one of equal, relative",
         {"refit": True, "refit_weighting": "own"},
     ),
     "no target in a block": (
@@ -256,28 +239,23 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         {"method": "magnitude", "refit": True, "targets": "lm_head"},
     ),
     "emp-sparsegpt": (
-        r"^--method emp-sparsegpt: SparseGPT .*Use --method "
-        r"sparsegpt",
+        r"^--method emp-sparsegpt: SparseGPT .*Use --method sparsegpt",
         {"method": "emp-sparsegpt"},
     ),
     "admm of all matrices": (
-        r"^--group all .*emp-admm, .*each matrix.*Leave it "
-        r"out",
+        r"^--group all .*emp-admm, .*each matrix.*Leave it out",
         {"method": "emp-admm", "group": "all"},
     ),
     "sparsegpt of a matrix": (
-        r"^--group matrix .*sparsegpt.*Leave it "
-        r"out",
+        r"^--group matrix .*sparsegpt.*Leave it out",
         {"method": "sparsegpt", "group": "matrix"},
     ),
     "beta with sparsegpt": (
-        r"^--beta .*Use --sparsity, or --method "
-        r"emp-admm",
+        r"^--beta .*Use --sparsity, or --method emp-admm",
         {"method": "sparsegpt", "beta": 1.0},
     ),
     "score with sparsegpt": (
-        r"^--score .*sparsegpt.*Leave it "
-        r"out",
+        r"^--score .*sparsegpt.*Leave it out",
         {"method": "sparsegpt", "score": "relative"},
     ),
 }
@@ -376,8 +354,7 @@ MODELS: dict[str, tuple[str, Callable[[Path], object], str]] = {
         "wanda",
     ),
     "empty": (
-        r"model: it holds no model\.safetensors and no "
-        r"model\.safetensors\.index\.json",
+        r"model: it holds no model\.safetensors and no model\.safetensors\.index\.json",
         _remove("*"),
         "emp-wanda",
     ),
@@ -389,8 +366,7 @@ MODELS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "adapter": (r"PEFT adapter.*merge_and_unload", _only("adapter_config.json"), "emp-wanda"),
     "shard missing": (rf"{INDEX}: it names {SHARD}, which is missing", _remove(SHARD), "emp-wanda"),
     "index of other shards": (
-        rf"{INDEX}: it places lm_head\.weight in "
-        rf"{SHARD}",
+        rf"{INDEX}: it places lm_head\.weight in {SHARD}",
         _in_index(SHARD),
         "emp-wanda",
     ),
@@ -413,15 +389,13 @@ MODELS: dict[str, tuple[str, Callable[[Path], object], str]] = {
         "emp-wanda",
     ),
     "quantised": (
-        r"already quantised.*original "
-        r"model",
+        r"already quantised.*original model",
         _json("config.json", quantization_config={"bits": 4}),
         "magnitude",
     ),
     "no config": (r"no config\.json", _remove("config.json"), "emp-wanda"),
     "config broken": (
-        r"config\.json: cannot be read as "
-        r"JSON",
+        r"config\.json: cannot be read as JSON",
         lambda f: (f / "config.json").write_text("{"),
         "emp-wanda",
     ),
@@ -550,8 +524,7 @@ def test_activations_of_another_model(
     refused: Refused, norms: Callable[[str], Path], model: Path
 ) -> None:
     refused(
-        r"gpt2\.safetensors: .*mlp\.\w+_proj has no "
-        r"norms.*calibrate",
+        r"gpt2\.safetensors: .*mlp\.\w+_proj has no norms.*calibrate",
         activations=norms("gpt2"),
     )
     refused(rf"{SHARD}: this is not an activations file of emp-llm", activations=model / SHARD)
@@ -600,8 +573,7 @@ def test_output_that_is_the_input(refused: Refused, tmp_path: Path, place: str) 
     (tmp_path / "other").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "model")
     refused(
-        r"output .*the input folder, lies inside it or contains it; "
-        r"name",
+        r"output .*the input folder, lies inside it or contains it; name",
         output=tmp_path / place,
         overwrite=True,
     )
@@ -614,15 +586,13 @@ def test_output_that_cannot_be_written(refused: Refused, tmp_path: Path) -> None
     refused(r"out: it exists.*--overwrite", method="magnitude")
     (out / "thesis.tex").write_text("all of it")
     refused(
-        r"out: it is not a model folder.*remove it "
-        r"yourself",
+        r"out: it is not a model folder.*remove it yourself",
         method="magnitude",
         overwrite=True,
     )
     refused(r"thesis\.tex: it is not a model folder", output=out / "thesis.tex", overwrite=True)
     refused(
-        r"thesis\.tex/out: cannot be written "
-        r"there",
+        r"thesis\.tex/out: cannot be written there",
         output=out / "thesis.tex" / "out",
         method="magnitude",
     )
@@ -659,8 +629,7 @@ def test_command_lines(command: Run, run: Run, model: Path, text: Path, tmp_path
     for call, match, options in (
         (
             partial(command, code=2),
-            r"^error: nobody/nothing: .*cache.*cannot be "
-            r"reached",
+            r"^error: nobody/nothing: .*cache.*cannot be reached",
             {"--model": "nobody/nothing"},
         ),
         (

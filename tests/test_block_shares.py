@@ -85,7 +85,7 @@ def test_a_run(
 
 def test_a_killed_run_resumes(short_demo: Path, tmp_path: Path) -> None:
     """Killed before the shares are known, and after: the bytes are those of a run in one go."""
-    how: dict[str, Any] = {"method": "wanda", "shares": "cost", "sparsity": 0.6, **TEXT}
+    how = {"method": "wanda", "shares": "cost", "sparsity": 0.6, **TEXT}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_shares, "costs_of_blocks", lambda *_: COSTS)
         prune(short_demo, output=tmp_path / "whole" / "out", **how)
@@ -109,7 +109,7 @@ def _killed(*_: Any, **__: Any) -> Any:
 
 
 def test_offloaded_weights(models: Callable[[str], Path], text: Path, tmp_path: Path) -> None:
-    how: dict[str, Any] = {"method": "wanda", "shares": "cost", "samples": 4, "seqlen": 48}
+    how = {"method": "wanda", "shares": "cost", "samples": 4, "seqlen": 48}
     for place in ("cpu", "disk"):
         report = prune(
             models("llama"), output=tmp_path / place, calibration=text, device_map=place, **how
@@ -138,7 +138,7 @@ def test_offloaded_weights(models: Callable[[str], Path], text: Path, tmp_path: 
 def test_what_does_not_go_with_it(
     how: dict[str, Any], said: str, short_demo: Path, tmp_path: Path
 ) -> None:
-    given_: dict[str, Any] = {"method": "wanda", "shares": "cost", **TEXT, "seqlen": 256, **how}
+    given_ = {"method": "wanda", "shares": "cost", **TEXT, "seqlen": 256, **how}
     with pytest.raises(UserError, match=said):
         prune(short_demo, output=tmp_path / "out", **given_)
 

@@ -13,7 +13,6 @@ import pytest
 import tiny
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import torch_openmp
@@ -140,7 +139,7 @@ class _Tuple(_Tensor):
 
 
 def plain(model: Any, hidden: Tensor) -> Tensor:
-    state: dict[str, Tensor] = {}
+    state = {}
     for i, layer in enumerate(model.layers):
         hidden = layer(hidden, shift=torch.tensor(float(i)), state=state)
         hidden = hidden[0] if isinstance(hidden, tuple) else hidden
@@ -150,7 +149,7 @@ def plain(model: Any, hidden: Tensor) -> Tensor:
 @pytest.mark.parametrize("block", [_Tensor, _Tuple])
 def test_other_ways_to_call_a_block(block: type[nn.Module]) -> None:
     """A pass whose outputs are discarded changes nothing."""
-    model: Any = _Toy(plain, block)
+    model = _Toy(plain, block)
     batches = [torch.arange(12).reshape(2, 6), torch.arange(6).reshape(1, 6)]
     with BlockwiseModel(model).walk(batches) as walk, torch.no_grad():
         for step in walk.steps():
@@ -182,14 +181,14 @@ def test_models_with_inseparable_blocks_are_refused(kind: str, said: str) -> Non
             hidden, _ = hidden if kind == "two outputs" else (hidden, None)
         return hidden
 
-    model: Any = _Toy(forward, _Tensor)
+    model = _Toy(forward, _Tensor)
     with pytest.raises(UserError, match=f"{said}.*leave out what runs block by block"):
         list(BlockwiseModel(model).forward([torch.arange(6).reshape(1, 6)]))
     assert not any("forward" in vars(layer) for layer in model.layers)
 
 
 def test_blocks_by_name(models: Models) -> None:
-    model: PreTrainedModel = load_model(models("llama"), "cpu")
+    model = load_model(models("llama"), "cpu")
     assert find_blocks(model, "model.layers")[1] is model.model.layers
     for wrong in ("model.blocks", "model.norm"):
         with pytest.raises(
@@ -211,7 +210,6 @@ def test_a_block_that_runs_out_of_memory(models: Models, monkeypatch: pytest.Mon
     monkeypatch.setattr(model.model.layers[1].mlp, "forward", fail)
     with pytest.raises(
         UserError,
-        match=r"model\.layers\.1: out of memory on cpu with 5 sequences "
-        r"of 40 .*--batch-size",
+        match=r"model\.layers\.1: out of memory on cpu with 5 sequences of 40 .*--batch-size",
     ):
         list(BlockwiseModel(model).forward([tokens()]))

@@ -51,7 +51,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The blocks that were run, in order."""
-    found: list[int] = []
+    found = []
     run = Step.run
 
     def note(step: Step, **options: Any) -> None:
@@ -65,7 +65,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def saves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The blocks after which the state was saved, in order."""
-    found: list[int] = []
+    found = []
     write = passes.CalibrationProgress._write_hidden
 
     def note(self: passes.CalibrationProgress, done: int, *others: Any) -> int:
@@ -80,7 +80,7 @@ def calibrated(
     model: Path, text: Path, folder: Path, command: str = "calibrate", **more: Any
 ) -> bytes:
     """Calibrate, or prune with pruned propagation; returns the activations file."""
-    options: dict[str, Any] = {
+    options = {
         "model": model,
         "calibration": str(text),
         "samples": SAMPLES,
@@ -97,7 +97,7 @@ def calibrated(
 @pytest.fixture
 def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of the batches that pass through a whole model, in order."""
-    found: list[int] = []
+    found = []
     call = passes._call
 
     def note(body: Any, inputs: Any, device: Any) -> None:
@@ -209,7 +209,7 @@ def test_no_state_is_left_by_a_run_killed_after_its_calibration(
         if again != "sweep":
             calibrated(model, text, tmp_path, "prune")
             return
-        options: dict[str, Any] = {
+        options = {
             "calibration": str(text),
             "samples": SAMPLES,
             "seqlen": LENGTH,
@@ -280,7 +280,7 @@ def test_one_state_is_kept_and_announced_once(
     saves: list[int],
 ) -> None:
     caplog.set_level(logging.INFO)
-    seen: list[set[str]] = []
+    seen = []
     save = passes.CalibrationProgress.save
 
     def look(self: passes.CalibrationProgress, *given: Any) -> None:
@@ -324,7 +324,7 @@ def test_the_time_between_saves(
         write(path, content)
         written.append(path.name.startswith("hidden"))
 
-    written: list[bool] = []
+    written = []
     monkeypatch.setattr(passes, "write_bytes", slow_write)
     monkeypatch.setattr(
         passes.time,

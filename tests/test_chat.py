@@ -76,7 +76,6 @@ def of_data(data: Any, template: str) -> str:
             text = data_in_memory(data, tokenizer, options, None)
         except UserError:
             break
-        assert text is not None
         found = str(tokenizer.decode(text.tokens[0]))
     return found
 
@@ -174,7 +173,7 @@ def test_a_conversation_in_each_kind_of_data_in_memory(tmp_path: Path, form: str
     row = FORMS[form]
     wanted = with_template(TOJSON).apply_chat_template(MESSAGES, tools=[TOOL], tokenize=False)
     write(tmp_path / "a.jsonl", row)
-    data: list[Any] = [
+    data = [
         [row],
         datasets.Dataset.from_list([row]),
         datasets.Dataset.from_list([row]).to_iterable_dataset(),

@@ -65,7 +65,6 @@ def test_the_perplexity_of_the_sequences_behind_the_text(
         **how,
     )
     report = read_record(tmp_path / "out" / "emp_report.json", RunReport)
-    assert report.check is not None
     ids = AutoTokenizer.from_pretrained(source)(text.read_text(), return_tensors="pt")["input_ids"]
     behind = ids[0, SAMPLES * LENGTH : (SAMPLES + 8) * LENGTH].view(8, LENGTH)
     assert report.check.dense.value == pytest.approx(perplexity_by_hand(source, behind), rel=0.01)
@@ -108,8 +107,8 @@ def checked_at(pruned: float, **options: Any) -> list[str]:
     record = partial(PerplexityRecord, tokens=64, blocks=2, block_length=32)
     check = CheckRecord(dense=record(perplexity=10.0), pruned=record(perplexity=pruned))
     recipe = recipe_of(**options)
-    run: Any = SimpleNamespace(check=check, loss=None, recipe=recipe)
-    budget: Any = SimpleNamespace(check=check, loss=True, recipe=recipe)
+    run = SimpleNamespace(check=check, loss=None, recipe=recipe)
+    budget = SimpleNamespace(check=check, loss=True, recipe=recipe)
     assert len(check_lines(budget)) == 1
     about = MadeBy(model=ModelIdentity())
     dense = Results(model="dense", made_by=about, perplexity=check.dense)
@@ -174,7 +173,7 @@ def test_a_run_that_needs_no_text_is_checked_on_a_named_one(
 def test_a_model_in_memory_is_checked(models: Models, text: Path, tmp_path: Path) -> None:
     """By the numbers of the command, on whatever of the data follows the calibration."""
     source = models("llama")
-    how: dict[str, Any] = {"samples": SAMPLES, "seqlen": LENGTH}
+    how = {"samples": SAMPLES, "seqlen": LENGTH}
     prune(source, output=tmp_path / "out", calibration=str(text), device_map="cpu", **how)
     wanted = read_record(tmp_path / "out" / "emp_report.json", RunReport).check
     tokenizer = AutoTokenizer.from_pretrained(source)
@@ -185,8 +184,6 @@ def test_a_model_in_memory_is_checked(models: Models, text: Path, tmp_path: Path
             model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
             report = prune_model(model, method, data, tokenizer, **how)
             found = report.record.check
-            assert found is not None
-            assert wanted is not None
             assert found.dense == wanted.dense
             assert found.text == (text.name if isinstance(data, str) else None)
             if method == "emp-wanda":
@@ -203,10 +200,9 @@ def test_where_nothing_is_measured(
 ) -> None:
     def checked(name: str, **how: Any) -> object:
         report = prune(models("llama"), output=tmp_path / name, **how)
-        assert isinstance(report, RunReport)
         return report.check
 
-    how: dict[str, Any] = {"calibration": str(text), "samples": SAMPLES, "seqlen": LENGTH}
+    how = {"calibration": str(text), "samples": SAMPLES, "seqlen": LENGTH}
     assert checked("without text", method="magnitude") is None
     short = tmp_path / "short.txt"
     short.write_text("".join(text.read_text().splitlines(keepends=True)[:20]))
@@ -215,8 +211,7 @@ def test_where_nothing_is_measured(
     )
     with pytest.raises(
         UserError,
-        match=r"--check measures text after that of the calibration, "
-        r"and this run reads none",
+        match=r"--check measures text after that of the calibration, and this run reads none",
     ):
         checked("asked for", method="magnitude", check=True)
     with pytest.raises(UserError, match=r"--check: --evaluate measures both models"):
@@ -248,7 +243,7 @@ def test_a_mix_of_texts_has_some_of_each(
 ) -> None:
     other = tmp_path / "other.txt"
     other.write_text(text.read_text()[5000:])
-    seen: list[torch.Tensor] = []
+    seen = []
     measure = perplexity.perplexity
 
     def perplexity_of(model: Any, tokens: torch.Tensor, *more: Any, **how: Any) -> Any:
@@ -300,14 +295,12 @@ def test_rows_that_starve_are_said(
     )
     assert first.warnings[0] in caplog.text
     scaled = prune(source, method="emp-magnitude", sparsity=0.4, output=tmp_path / "scaled")
-    assert isinstance(scaled, RunReport)
     assert scaled.warnings[0].endswith("--order 1 removes as much, more evenly.")
     # Where order 1 would remove more, or is not known, it is not offered.
     for change in ({"order": 0.5}, {"neff_dtype": "bfloat16"}):
         report = prune(
             source, method="emp-magnitude", output=tmp_path / "small", overwrite=True, **change
         )
-        assert isinstance(report, RunReport)
         assert report.warnings[0].endswith("removes the same share of every row.")
     assert caplog.text.count(first.warnings[0]) == 1
     # `measure` says it before anything is pruned.
@@ -325,7 +318,6 @@ def test_rows_that_starve_are_said(
         {"method": "emp-magnitude", "ignore": "down_proj"},
     ):
         report = prune(source, output=tmp_path / "other", overwrite=True, **how)  # type: ignore[arg-type]
-        assert isinstance(report, RunReport)
         assert not any("rows keep less" in warning for warning in report.warnings)
 
 
@@ -334,7 +326,7 @@ def test_zeros_that_save_little_are_compared_with_8_bits(
     models: Models, tmp_path: Path, sparsity: float, says: bool
 ) -> None:
     """A bit for each weight costs 6 % of bfloat16, so a few zeros save nothing."""
-    how: dict[str, Any] = {"method": "magnitude", "targets": "all-linear", "sparsity": sparsity}
+    how = {"method": "magnitude", "targets": "all-linear", "sparsity": sparsity}
     prune(models("llama"), output=tmp_path / "out", check=False, **how)
     report = read_record(tmp_path / "out" / "emp_report.json", RunReport)
     lines = [line for line in pruning_lines(report) if "in 8 bits" in line]

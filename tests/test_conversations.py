@@ -87,8 +87,7 @@ def test_data_that_cannot_be_used(tmp_path: Path) -> None:
         name = write(tmp_path / f"wrong{len(wrong)}.jsonl", "messages", [wrong])
         with pytest.raises(
             UserError,
-            match=r"column 'messages' holds neither text nor "
-            r"conversations",
+            match=r"column 'messages' holds neither text nor conversations",
         ):
             token_ids(find_corpus(name), with_template())
 

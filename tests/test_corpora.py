@@ -68,8 +68,7 @@ def test_shuffled_rows_follow_the_seed_and_end(
     assert joined.tolist() == by_hand(["--".join(ROWS)])
     with pytest.raises(
         UserError,
-        match=r"too short for 1000 samples x 40 tokens. Lower --samples "
-        r"or --seqlen",
+        match=r"too short for 1000 samples x 40 tokens. Lower --samples or --seqlen",
     ):
         token_ids(replace(corpus, samples=1000), make_tokenizer())
 
@@ -178,7 +177,7 @@ def test_the_tokens_of_a_part_are_those_of_the_whole(
 
 def test_a_data_set_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """One answer that fails is enough: the library would ask for half a minute."""
-    asked: list[str] = []
+    asked = []
 
     def refuse(self: Any, method: str, *_: Any, **__: Any) -> Any:
         asked.append(method)

@@ -149,7 +149,7 @@ def test_heads_and_neurons_scored_on_the_gpu(models: Models, method: str, tmp_pa
     stored = {}
     for device_map in ("cpu", "cuda:0", spread(models("llama"), "gpu-cpu")):
         out = tmp_path / str(len(stored))
-        options: dict[str, Any] = {
+        options = {
             "structure": "both",
             "method": method,
             "sparsity": 0.3,
@@ -203,7 +203,7 @@ def test_effective_masks_on_the_gpu_equal_those_on_the_cpu(dtype: torch.dtype, k
     """
     small = weights(kind, (24, 600), dtype, 0)
     large = weights(kind, (300, 4096), dtype, 1)
-    cases: list[tuple[torch.Tensor, dict[str, Any]]] = [
+    cases = [
         (large, {}),
         (large, {"beta": 0.6}),
         (large, {"order": 1.0}),
@@ -246,7 +246,7 @@ def test_checkpoints_masked_on_the_gpu_equal_those_masked_on_the_cpu(
         sizes = {"hidden_size": 96, "intermediate_size": 264, "num_hidden_layers": 3}
         patch.setitem(tiny.FAMILIES, "wider", ("LlamaConfig", tiny.GLU | sizes))
         source = tiny.make_model(tmp_path / "model", "wider", dtype)
-    given: dict[str, Any] = {"model": source, "targets": "all-linear"} | options
+    given = {"model": source, "targets": "all-linear"} | options
     if "wanda" in options["method"]:
         given["activations"] = tmp_path / "norms.safetensors"
         calibrate(
@@ -385,7 +385,7 @@ def sparse_layer(dtype: torch.dtype, rows: int = 300, columns: int = 1000) -> Sp
 @pytest.mark.parametrize("device_map", ["cuda:0", "disk"])
 def test_healing_on_the_gpu(models: Models, text: Path, tmp_path: Path, device_map: str) -> None:
     """Of the whole model, and of one block at a time."""
-    how: dict[str, Any] = {
+    how = {
         "calibration": str(text),
         "samples": 10,
         "seqlen": 32,

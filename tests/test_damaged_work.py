@@ -185,7 +185,6 @@ def test_crafted_notes(
 
     def craft(path: Path) -> None:
         notes = read_own(path, dict[str, Any])
-        assert notes is not None
         assert notes.keys() == {"signature", "machine", *NOTES}
         write_own(path, notes | dict.fromkeys(NOTES, value))
 
@@ -477,7 +476,6 @@ def test_a_crafted_plan_of_a_healing(
 ) -> None:
     def craft(path: Path) -> None:
         notes = read_own(path, dict[str, Any])
-        assert notes is not None
         write_own(path, notes | {"healing_plan": notes["healing_plan"] | fields})
 
     healing.check(".out.partial/manifest.json", craft, tmp_path, caplog, warns=False)
@@ -590,7 +588,7 @@ def resumed(folder: Path) -> int:
 def rehashed(folder: Path, **fields: Any) -> None:
     """Give the record of a training the hashes of its files, and some other fields."""
     path = folder / "progress.json"
-    record: dict[str, Any] = json.loads(path.read_text())
+    record = json.loads(path.read_text())
     del record["blake3"]
     record["files"] = {
         str(file.relative_to(folder)): blake3(file.read_bytes()).hexdigest()

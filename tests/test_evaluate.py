@@ -152,7 +152,7 @@ def test_baseline_pruned_and_difference(
     evaluable: Models, task_suite: Path, tmp_path: Path, whole: Path
 ) -> None:
     model = evaluable("llama")
-    options: dict[str, Any] = {
+    options = {
         "method": "magnitude",
         "sparsity": 0.5,
         "evaluate": task_suite,
@@ -181,7 +181,7 @@ def test_baseline_pruned_and_difference(
     assert results.tasks["sums_shown"].n_shot == {"sums_shown": 2}
     assert results.tasks["sums"].versions == {"sums": 2.0}
 
-    again: dict[str, Any] = {"model": tmp_path / "pruned", "suite": task_suite, "device_map": "cpu"}
+    again = {"model": tmp_path / "pruned", "suite": task_suite, "device_map": "cpu"}
     again |= {"output": tmp_path / "results.json", "baseline": tmp_path / "results-baseline.json"}
     lines = table(**again).splitlines()
     assert lines[0].split() == ["llama", "pruned", "change"]
@@ -222,7 +222,7 @@ def test_a_second_run_with_the_same_output_is_refused(
         "cpu",
     )
     line += ("--baseline", evaluable("gpt2"), "--output")
-    refused: list[Any] = []
+    refused = []
     measure_first = evaluation.measure
 
     def measure_beside(*arguments: Any) -> Any:
@@ -344,7 +344,7 @@ def test_results_are_never_taken_over_for_other_weights(
         )
     short = task_suite.with_name("short.toml")
     measure(other, short, tmp_path / "a.json", baseline=dense)
-    loaded: list[Path] = []
+    loaded = []
 
     def load(folder: Path, *rest: Any) -> Any:
         loaded.append(folder)
@@ -356,8 +356,7 @@ def test_results_are_never_taken_over_for_other_weights(
     shutil.copy(tmp_path / "a-baseline.json", tmp_path / "b-baseline.json")
     with pytest.raises(
         UserError,
-        match=r"b-baseline\.json: it holds other results "
-        r"\(model\.identity",
+        match=r"b-baseline\.json: it holds other results \(model\.identity",
     ):
         measure(dense, short, tmp_path / "b.json", baseline=other)
     (tmp_path / "b-baseline.json").unlink()
@@ -377,7 +376,7 @@ def test_results_are_never_taken_over_for_other_weights(
 def test_overwrite_and_limit(evaluable: Models, task_suite: Path, tmp_path: Path) -> None:
     output = tmp_path / "results.json"
     output.write_text('{"model": "m", "made_by": {}}')
-    options: dict[str, Any] = {
+    options = {
         "model": evaluable("llama"),
         "suite": task_suite,
         "output": output,
@@ -419,7 +418,7 @@ def test_infinite_perplexities_do_not_end_an_evaluation(
         head,
         lambda bits: np.add(bits, times_32768, out=bits),
     )
-    options: dict[str, Any] = {
+    options = {
         "suite": task_suite,
         "output": tmp_path / "results.json",
         "device_map": "cpu",

@@ -30,16 +30,14 @@ def refused(says: str, /, **options: Any) -> None:
         (r"--tasks and --suite both", {"tasks": "arc_easy"}),
         (r"--num-fewshot needs --tasks", {"num_fewshot": 5}),
         (
-            r"--apply-chat-template is for "
-            r"tasks",
+            r"--apply-chat-template is for tasks",
             {"suite": "perplexity", "apply_chat_template": True},
         ),
         (r"has no chat template\. Leave out --apply-chat-template", {"apply_chat_template": True}),
         (r"a,b,a: task 'a' is named twice", {"suite": None, "tasks": ["a", "b", "a"]}),
         (r"--tasks names no task", {"suite": None, "tasks": " , "}),
         (
-            r"--num-fewshot must be at least 0, got "
-            r"-1",
+            r"--num-fewshot must be at least 0, got -1",
             {"suite": None, "tasks": "a", "num_fewshot": -1},
         ),
         (r"--batch-size 'many': expected a number", {"batch_size": "many"}),
@@ -102,14 +100,12 @@ def test_wrong_tasks(
         few_task_files(patch, tmp_path_factory.mktemp("of_lm_eval"), "arc")
         Path("a.toml").write_text('[[tasks]]\nnames = ["arc_eazy"]\n')
         refused(
-            r"no task 'arc_eazy' in lm-eval\. The nearest names: "
-            r"arc_easy",
+            r"no task 'arc_eazy' in lm-eval\. The nearest names: arc_easy",
             model=model,
             suite="a.toml",
         )
         refused(
-            r"no task 'arc_eazy' in lm-eval\. The nearest names: "
-            r"arc_easy",
+            r"no task 'arc_eazy' in lm-eval\. The nearest names: arc_easy",
             model=model,
             tasks="arc_eazy",
         )
@@ -128,8 +124,7 @@ def test_wrong_tasks(
     )
     refused(says, model=model, suite="c.toml")
     refused(
-        r"task lost: its data set json cannot be loaded "
-        r"\(.*lost.jsonl",
+        r"task lost: its data set json cannot be loaded \(.*lost.jsonl",
         model=model,
         suite="b.toml",
     )
@@ -173,26 +168,23 @@ def test_a_tokenizer_without_a_token_to_begin_with(task_suite: Path, tmp_path: P
 
 def test_results_of_another_suite(evaluable: Models, task_suite: Path, tmp_path: Path) -> None:
     short = task_suite.with_name("short.toml")
-    common: dict[str, Any] = {"model": evaluable("llama"), "device_map": "cpu", "suite": short}
+    common = {"model": evaluable("llama"), "device_map": "cpu", "suite": short}
     evaluate(**common, output=tmp_path / "a.json")
     refused(
-        r"--baseline .*another suite or limit "
-        r"\(limit",
+        r"--baseline .*another suite or limit \(limit",
         **common,
         baseline=str(tmp_path / "a.json"),
         limit=2,
     )
     refused(
-        r"--baseline .*another suite "
-        r".*seqlen",
+        r"--baseline .*another suite .*seqlen",
         **common | {"suite": f"{short},seqlen=32"},
         baseline=str(tmp_path / "a.json"),
     )
     stopped = json.loads((tmp_path / "a.json").read_text()) | {"complete": False}
     (tmp_path / "a.json").write_text(json.dumps(stopped))
     refused(
-        r"--beside .*has not "
-        r"finished",
+        r"--beside .*has not finished",
         **common,
         beside=[tmp_path / "a.json"],
         output=tmp_path / "b.json",

@@ -121,7 +121,7 @@ def test_every_matrix_of_every_expert_is_found(make: Make, family: str) -> None:
         if parameter.dim() == 3 and min(parameter.shape) > 1
     ]
     assert sum(target.matrix.numel for target in experts) == sum(stack.numel() for stack in stacks)
-    seen: set[tuple[Path, int]] = set()
+    seen = set()
     for target in chosen:
         with FileReader(target.matrix.stored.shard) as file:
             read = as_tensor(
@@ -144,8 +144,8 @@ def test_inputs_of_experts(make: Make, family: str) -> None:
         for target in Architecture.of_model(Checkpoint(folder), model).select("all-linear")
     ]
     experts = [(layer, layer.expert) for layer in layers if layer.expert is not None]
-    sums: dict[str, Tensor] = {}
-    relative: dict[str, Tensor] = {}
+    sums = {}
+    relative = {}
 
     def watch(module: Any, given: tuple[Tensor, ...]) -> None:
         hidden = given[0]
@@ -223,7 +223,7 @@ def test_inputs_of_experts(make: Make, family: str) -> None:
 def test_pruned_from_disk_as_from_memory(
     make: Make, text: Path, tmp_path: Path, family: str, propagate: Any
 ) -> None:
-    options: dict[str, Any] = {
+    options = {
         "targets": "all-linear",
         "calibration": str(text),
         "samples": 4,
@@ -255,7 +255,7 @@ def test_stopped_between_experts_of_one_tensor(
     monkeypatch.setattr(
         Matrix, "row_chunks", lambda self, weights: row_chunks(self, min(weights, 500))
     )
-    options: dict[str, Any] = {
+    options = {
         "model": str(source),
         "method": "emp-magnitude",
         "targets": "all-linear",
@@ -298,7 +298,7 @@ def test_experts_without_tokens_are_scored_by_magnitude(
     """Of four experts of each layer, two get none."""
     source = models("mixtral")
     out = tmp_path / "out"
-    options: dict[str, Any] = {
+    options = {
         "min_expert_tokens": 1,
         "calibration": str(text),
         "samples": 1,
@@ -359,8 +359,7 @@ def test_the_least_number_of_tokens(models: Make, text: Path, tmp_path: Path) ->
     assert report["recipe"].targets.min_expert_tokens == line
     with pytest.raises(
         UserError,
-        match=r"group all: .*experts\.\d\.w\d saw \d+ calibration "
-        r"tokens.*--samples.*--ignore",
+        match=r"group all: .*experts\.\d\.w\d saw \d+ calibration tokens.*--samples.*--ignore",
     ):
         prune(
             models("mixtral"),
@@ -426,8 +425,7 @@ def test_an_unknown_use_of_experts(make: Make, monkeypatch: pytest.MonkeyPatch) 
     )
     with pytest.raises(
         UserError,
-        match=r"experts\.gate_up_proj: no product of its experts was "
-        r"recognised.*--ignore",
+        match=r"experts\.gate_up_proj: no product of its experts was recognised.*--ignore",
     ):
         calibrate_model(model, layers, tokens(), 2)
     with pytest.raises(UserError, match="no product of its experts"):

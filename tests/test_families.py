@@ -105,7 +105,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The folder of a random model, by the name of its config."""
-    made: dict[str, Path] = {}
+    made = {}
 
     def folder(name: str) -> Path:
         if name not in made:
@@ -268,7 +268,7 @@ def test_a_calibration_of_such_blocks_resumes_with_what_they_handed_on(
     monkeypatch.setattr(passes, "_SECONDS", 0.0)
     monkeypatch.setattr(passes, "_RATIO", 0)
     source = folder_of(name)
-    options: dict[str, Any] = {"calibration": text, "samples": 4, "seqlen": 24}
+    options = {"calibration": text, "samples": 4, "seqlen": 24}
     whole = calibrate(source, output=tmp_path / "whole", execution="model", **options)
     run = Step.run
 

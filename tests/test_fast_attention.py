@@ -24,7 +24,7 @@ Models = Callable[[str], Path]
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The lengths that this module's attention sees, from 33 tokens on, on any processor."""
-    seen: list[int] = []
+    seen = []
     own = attention._CausalAttention.apply
 
     def counted(query: Tensor, *rest: Any) -> Tensor:
@@ -82,7 +82,7 @@ def test_as_exact_as_torch(
         features(sequences, length, shared, width, seed=1),
         features(sequences, length, shared, value_width or width, seed=2),
     ]
-    how: dict[str, Any] = {"scale": scale, "enable_gqa": groups > 1}
+    how = {"scale": scale, "enable_gqa": groups > 1}
     wanted = results([tensor.double() for tensor in given], **how)
     plain = results(given, **how)
     with pytest.MonkeyPatch.context() as patch, FastAttention():
@@ -151,9 +151,9 @@ def test_commands_take_it(
     """Calibration in both ways, updates, perplexity, and the training, whose features are float32
     before autocast.
     """
-    how: dict[str, Any] = {"calibration": str(text), "samples": 16, "seqlen": 64}
+    how = {"calibration": str(text), "samples": 16, "seqlen": 64}
     model = str(models("llama"))
-    runs: dict[str, dict[str, Any]] = {
+    runs = {
         "whole": {"method": "wanda"},
         "blocks": {"method": "wanda", "propagate": "pruned"},
         "moved": {"method": "sparsegpt"},
@@ -196,6 +196,6 @@ def test_blocks_are_read_when_their_turn_comes(
     pruned one that is checked. Not of experts, which transformers would write to disk once more.
     """
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    how: dict[str, Any] = {"calibration": str(text), "samples": 4, "seqlen": 32}
+    how = {"calibration": str(text), "samples": 4, "seqlen": 32}
     prune(str(models(family)), output=tmp_path / "out", **how, **changes)
     assert places == expected

@@ -121,8 +121,7 @@ def test_errors_of_reads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with FileReader(path) as file:
         with pytest.raises(
             UserError,
-            match=r"file: it ends before byte \d+; it changed while it "
-            r"was read",
+            match=r"file: it ends before byte \d+; it changed while it was read",
         ):
             file.read(raw, 0)
         monkeypatch.setattr(os, "preadv", broken)
@@ -168,7 +167,7 @@ def test_hash_of_bytes_in_order_and_out_of_order(path: Path, cuts: list[int]) ->
 
 def test_many_writers_of_one_file(path: Path) -> None:
     """Each write is whole, no writer disturbs another, and nothing is left beside the file."""
-    problems: list[BaseException] = []
+    problems = []
 
     def write(number: int) -> None:
         try:
@@ -230,8 +229,7 @@ def test_lock_of_an_output_file(tmp_path: Path) -> None:
     with (
         pytest.raises(
             UserError,
-            match=r"cannot be written "
-            r"there",
+            match=r"cannot be written there",
         ),
         locked(tmp_path / "file" / "results.json"),
     ):

@@ -41,7 +41,7 @@ def make_fp8(
     transformers can divide by 16.
     """
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     for shard in source.glob("*.safetensors"):
         for name, weight in load_file(shard).items():
             if not name.endswith("_proj.weight"):
@@ -208,7 +208,7 @@ def test_zeros_ties_and_zero_scales(models: Models, tmp_path: Path) -> None:
     "options", [{"group": "matrix"}, {"group": "all"}, {"order": 1.0, "method": "emp-magnitude"}]
 )
 def test_other_groups_and_orders(fp8: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    report: Any = prune(fp8, output=tmp_path / "out", **{"method": "magnitude"} | options)
+    report = prune(fp8, output=tmp_path / "out", **{"method": "magnitude"} | options)
     if "group" in options:
         layers = report["matrices"]
         scores = {layer: np.abs(values_of(fp8, entry["tensor"])) for layer, entry in layers.items()}
@@ -225,7 +225,7 @@ def test_other_groups_and_orders(fp8: Path, tmp_path: Path, options: dict[str, A
 
 def test_the_result_loads_as_fp8_with_its_zeros(fp8: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    report: Any = prune(fp8, output=out, method="emp-magnitude")
+    report = prune(fp8, output=out, method="emp-magnitude")
     dense, sparse = (
         AutoModelForCausalLM.from_pretrained(folder, device_map="cpu") for folder in (fp8, out)
     )
@@ -250,7 +250,7 @@ def test_a_loaded_model_has_its_scales(fp8: Path) -> None:
 
 
 def test_norms_of_the_dequantised_model(fp8: Path, text: Path, tmp_path: Path) -> None:
-    how: dict[str, Any] = {
+    how = {
         "calibration": str(text),
         "samples": 4,
         "seqlen": 64,
@@ -262,13 +262,12 @@ def test_norms_of_the_dequantised_model(fp8: Path, text: Path, tmp_path: Path) -
     on_disk = calibrate(fp8, output=tmp_path / "disk.safetensors", **how | {"device_map": "disk"})
     for layer, norm in norms.items():
         other = on_disk.of(layer)
-        assert other is not None
         np.testing.assert_allclose(other.numpy(), norm, rtol=1e-3)
 
 
 def test_pruned_propagation(fp8: Path, text: Path, tmp_path: Path, places: list[str]) -> None:
     """The dequantised model stays in memory: transformers would write it to disk."""
-    how: dict[str, Any] = {"calibration": str(text), "samples": 4, "seqlen": 64, "check": False}
+    how = {"calibration": str(text), "samples": 4, "seqlen": 64, "check": False}
     for place in ("auto", "disk"):
         out = tmp_path / place
         prune(fp8, output=out, method="wanda", propagate="pruned", device_map=place, **how)
@@ -301,13 +300,11 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     ),
     "scales of another shape": (
         _scale_of((2, 2)),
-        r"weight_scale_inv is F32 \[2, 2\], which does "
-        r"not fit .*\[80, 32\]",
+        r"weight_scale_inv is F32 \[2, 2\], which does not fit .*\[80, 32\]",
     ),
     "a scale that is NaN": (
         _scale_of((5, 2), float("nan")),
-        r"weight_scale_inv holds NaN, "
-        r"infinity or a scale below zero",
+        r"weight_scale_inv holds NaN, infinity or a scale below zero",
     ),
     "a weight that is NaN": (_nan, r"up_proj\.weight holds NaN or infinity \(rows"),
 }

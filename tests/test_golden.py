@@ -4,7 +4,6 @@ every case on every model.
 
 import json
 from pathlib import Path
-from typing import Any
 
 import check_golden
 import pytest
@@ -27,9 +26,7 @@ def test_every_case_is_recorded() -> None:
 @pytest.mark.parametrize("method", check_golden.METHODS)
 def test_bytes_of_the_demo_model(folder: Path, method: str) -> None:
     """All cases of a method, in one test: a matched baseline needs its EMP run."""
-    chosen: dict[str, dict[str, Any]] = {
-        name: CASES[name] for name in SOME if CASES[name]["method"] == method
-    }
+    chosen = {name: CASES[name] for name in SOME if CASES[name]["method"] == method}
     for name in [CASES[name]["match"] for name in chosen if "match" in CASES[name]]:
         if not (folder / name).exists():
             check_golden.digest_of(DEMO, CASES[name], folder / name)

@@ -103,7 +103,7 @@ def test_the_sizes_of_a_checkpoint(models: Models) -> None:
 
 def test_soft_capped_scores_are_kept() -> None:
     """As torch keeps them for gradients: each key of a sequence takes bytes of each token."""
-    shape: dict[str, Any] = {"vocab_size": 8, "hidden_size": 64, "intermediate_size": 128}
+    shape = {"vocab_size": 8, "hidden_size": 64, "intermediate_size": 128}
     shape |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
     model = transformers.AutoModelForCausalLM.from_config(
         transformers.Gemma2Config(num_hidden_layers=1, **shape)
@@ -111,7 +111,7 @@ def test_soft_capped_scores_are_kept() -> None:
     measured = []
     planned = []
     for length in (128, 256):
-        kept: dict[int, int] = {}
+        kept = {}
 
         def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
             storage = tensor.untyped_storage()
@@ -135,7 +135,7 @@ def plan(model: Path, heal: Heal | None = None, **how: Any) -> HealingPlan:
     """For all linear layers, 32 tokens."""
     checkpoint = Checkpoint(model)
     targets = Architecture.of_checkpoint(checkpoint, None, False).select("all-linear")
-    options: dict[str, Any] = {"device_map": "cpu", "length": 32, "samples": 10}
+    options = {"device_map": "cpu", "length": 32, "samples": 10}
     return plan_healing(checkpoint, targets, Recipe(score=Wanda()), heal or Heal(), **options | how)
 
 

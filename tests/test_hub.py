@@ -11,7 +11,6 @@ from contextlib import suppress
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import oracle
 import pytest
@@ -186,7 +185,7 @@ def test_without_a_network_the_cache_is_used(client: Client, hub_home: Path) -> 
 
 
 def answer(status: int, **headers: str) -> Exception:
-    response: Any = SimpleNamespace(status_code=status, headers=headers, request=None)
+    response = SimpleNamespace(status_code=status, headers=headers, request=None)
     return HfHubHTTPError(f"answer {status}", response=response)
 
 
@@ -224,7 +223,7 @@ def test_transient_errors_are_retried(
     wanted: list[int],
 ) -> None:
     """Five times, after longer and longer waits, or those that the Hub asks for."""
-    waits: list[float] = []
+    waits = []
     monkeypatch.setattr(hub_calls.time, "sleep", waits.append)
     left = iter(errors)
 

@@ -60,7 +60,7 @@ def test_stored_results_are_of_the_files_as_they_are(
     copy: Path, task_suite: Path, tmp_path: Path, edited: str
 ) -> None:
     suite = Path(shutil.copytree(task_suite.parent, tmp_path / "suite")) / "short.toml"
-    how: dict[str, Any] = {"suite": suite, "output": tmp_path / "r.json", "device_map": "cpu"}
+    how = {"suite": suite, "output": tmp_path / "r.json", "device_map": "cpu"}
     evaluate(copy, **how)
     evaluate(copy, **how)  # shows the stored results
     if edited == "the text":
@@ -75,7 +75,7 @@ def test_stored_results_are_of_the_files_as_they_are(
 def test_a_report_says_of_which_tokenizer_its_dense_results_are(
     copy: Path, task_suite: Path, tmp_path: Path
 ) -> None:
-    how: dict[str, Any] = {"method": "magnitude", "evaluate": task_suite.parent / "short.toml"}
+    how = {"method": "magnitude", "evaluate": task_suite.parent / "short.toml"}
     how["device_map"] = "cpu"
     prune(copy, output=tmp_path / "first", **how)
     again = how | {"baseline": tmp_path / "first"}
@@ -102,7 +102,7 @@ def test_a_models_own_text_is_written_again_for_another_config(
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EMP_LLM_CACHE", str(tmp_path / "cache"))
-    written: list[int] = []
+    written = []
     continued = data._continued
 
     def note(*arguments: Any) -> list[list[int]]:
@@ -146,7 +146,7 @@ def test_the_work_of_a_run_is_of_the_text_that_decides(
     words = text.read_text().split(" ")
     tokens = len(AutoTokenizer.from_pretrained(copy)(text.read_text())["input_ids"])
     place = 2 * SIZE["samples"] * SIZE["seqlen"] * len(words) // tokens
-    how: dict[str, Any] = {"calibration": str(file), "output": tmp_path / "out", **SIZE}
+    how = {"calibration": str(file), "output": tmp_path / "out", **SIZE}
     for later, said in (
         (words[place:], "enough"),
         (words[place:], "enough"),

@@ -68,7 +68,7 @@ def test_the_bits_of_the_command(
     source = models(family)
     given = GIVEN if options["method"].endswith("wanda") else {}
     data = str(text) if given else None
-    written: Any = prune(
+    written = prune(
         model=source,
         output=tmp_path / "out",
         calibration=data,
@@ -192,7 +192,7 @@ def test_a_saved_folder_is_a_finished_checkpoint(
         folder / "emp_llm" / "activations.safetensors"
     ).read_bytes().decode("latin-1")
     norms = folder / "emp_llm/activations.safetensors"
-    baseline: Any = prune(
+    baseline = prune(
         model=source, method="wanda", match=folder, activations=norms, output=tmp_path / "wanda"
     )
     assert baseline.targets.kept == found.targets.kept
@@ -212,10 +212,7 @@ class Net(nn.Module):
         self.dropout = nn.Dropout(0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.attn_out(
-            self.dropout(torch.relu(self.second(torch.relu(self.first(x)))))
-        )
-        return out
+        return self.attn_out(self.dropout(torch.relu(self.second(torch.relu(self.first(x))))))
 
 
 def test_any_module_and_a_data_loader() -> None:
@@ -265,7 +262,7 @@ def test_every_kind_of_data_gives_the_same_norms(models: Models, text: Path) -> 
     ]
     tokenised = Dataset.from_dict({n: [r[n].tolist() for r in rows] for n in rows[0]})
     whole = text.read_text()
-    ways: list[tuple[Any, dict[str, Any]]] = [
+    ways = [
         (text, GIVEN),
         (ids, {}),
         (DataLoader(ids, batch_size=2), {}),  # type: ignore[arg-type]
@@ -294,7 +291,6 @@ def test_every_kind_of_data_gives_the_same_norms(models: Models, text: Path) -> 
             load(source, dtype=torch.float32), recipe_of("emp-relative"), data, tokenizer, **options
         )
         assert found.activations is not None
-        assert found.record.calibration is not None
         assert found.record.calibration.tokens == 256
         norms.append(found.activations)
     for other in norms[1:]:
@@ -467,8 +463,8 @@ def test_a_wrapped_model_is_pruned_inside(models: Models, tmp_path: Path) -> Non
         nn.DataParallel,
         lambda model: torch.compile(nn.DataParallel(model)),
     ):
-        model: Any = load(source)
-        wrapped: Any = wrap(model)
+        model = load(source)
+        wrapped = wrap(model)
         assert list(masks_of(wrapped, "wanda", ids)) == list(plain)
         assert reapply_mask(wrapped, plain) > 0
         model = load(source)
@@ -515,8 +511,7 @@ ARGUMENTS: list[tuple[Callable[[Any], object], str]] = [
     ),
     (
         lambda model: masks_of(model, data=["a"], batch_size=[SOME]),
-        r"^--batch-size must be a whole "
-        r"number, got \[5\]",
+        r"^--batch-size must be a whole number, got \[5\]",
     ),
     (
         lambda model: prune_model(model, "magnitude", sparsity=SOME),  # type: ignore[call-arg]
@@ -530,8 +525,7 @@ ARGUMENTS: list[tuple[Callable[[Any], object], str]] = [
     (lambda model: masks_of(model, data=SOME), "^data must be of type Iterable, got 5"),
     (
         lambda model: reapply_mask(model, [SOME]),
-        r"^masks must be a path or text or of type "
-        r"Mapping, got \[5\]",
+        r"^masks must be a path or text or of type Mapping, got \[5\]",
     ),
     (
         lambda model: reapply_mask(model, "x", targets=SOME),
@@ -620,8 +614,7 @@ class Filters(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.second(torch.relu(self.first(x))).flatten(2)
-        out: torch.Tensor = self.head(self.line(torch.relu(hidden)).mean(2))
-        return out
+        return self.head(self.line(torch.relu(hidden)).mean(2))
 
 
 @pytest.mark.parametrize("group", ["row", "matrix", "all"])

@@ -162,7 +162,7 @@ def counted_kernel_calls() -> Iterator[list[str]]:
     """The dtypes of the weights in each call of the CPU kernel, which `effective_mask` calls for
     tensors of any size.
     """
-    calls: list[str] = []
+    calls = []
     compiled = rows.prune_words
 
     def counted(words: Any, dtype: str, *more: Any) -> RowFigures:

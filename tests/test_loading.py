@@ -77,8 +77,7 @@ def test_missing_weights_are_refused(models: Models, tmp_path: Path, family: str
         for where in ("cpu", "disk", block_map(models(family)))[: 1 if part == "norm" else 3]:
             with pytest.raises(
                 UserError,
-                match=rf"{folder}.*(1 weight|parts "
-                rf"of).*{leaf_of(name)}.*complete checkpoint",
+                match=rf"{folder}.*(1 weight|parts of).*{leaf_of(name)}.*complete checkpoint",
             ):
                 load_model(folder, where)
 
@@ -147,10 +146,9 @@ def test_all_commands_that_load_refuse(
         ["prune", "--model", folder, "--output", "out", *given],
         ["evaluate", "--model", folder, "--suite", "suite.toml", "--device-map", "cpu"],
     ):
-        done: Any = command(*line, code=2)
+        done = command(*line, code=2)
         assert re.search(
-            r"5 .*model\.layers\.0\.input_layernorm\.weight, .* and 2 "
-            r"more",
+            r"5 .*model\.layers\.0\.input_layernorm\.weight, .* and 2 more",
             done.stderr,
         ), done.stderr
         assert "LOAD REPORT" not in done.stderr
@@ -212,8 +210,7 @@ def test_memory_that_runs_out_while_loading(
         monkeypatch.setattr(f"transformers.{place}", fail)
         with pytest.raises(
             OutOfMemory,
-            match=r"out of memory while loading it with --device-map "
-            r"cpu\. .*auto, disk",
+            match=r"out of memory while loading it with --device-map cpu\. .*auto, disk",
         ):
             load_model(models(family), "cpu")
 
@@ -258,8 +255,7 @@ def test_tokenizers_that_cannot_be_loaded(models: Models, tmp_path: Path) -> Non
         path.unlink()
     with pytest.raises(
         UserError,
-        match=r"\(1\) a `tokenizers` library.*\(3\).*sentencepiece or "
-        r"tiktoken installed",
+        match=r"\(1\) a `tokenizers` library.*\(3\).*sentencepiece or tiktoken installed",
     ):
         load_tokenizer(folder)
 

@@ -334,7 +334,7 @@ def test_masks_in_any_order_are_the_same(
     chosen = targets_of_folder(source, "coarse", recipe)
     scores = Scores(chosen.checkpoint, chosen.targets, recipe)
     pruner = Pruner(scores, counts_of(scores))
-    wanted: dict[str, Tensor] = {
+    wanted = {
         target.name: torch.zeros(target.matrix.rows, target.matrix.columns)
         for target in pruner.targets
     }

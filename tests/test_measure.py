@@ -31,7 +31,7 @@ def test_measures_are_what_prune_reports(
     """Bit for bit for every criterion and order, also for experts that are scored by magnitude."""
     source = models(family)
     before = oracle.digest(models(family))
-    common: Record = {"targets": "all-linear", "activations": norms(family)}
+    common = {"targets": "all-linear", "activations": norms(family)}
     record = measure(source, output=tmp_path / "m.json", orders="1,2", **common)
     assert json.loads((tmp_path / "m.json").read_text()) == record.as_dict()
     assert oracle.digest(source) == before
@@ -202,13 +202,13 @@ def test_the_curve_is_what_prune_removes(
         if family == "llama"
         else models(family)
     )
-    common: Record = {"activations": norms(family)}
+    common = {"activations": norms(family)}
     betas, orders = ("1.7,0.02,1,40,1", "1,2") if family == "llama" else ("0.8", "2")
     record = measure(source, output=tmp_path / "m.json", orders=orders, betas=betas, **common)
     assert [point.beta for point in record.measures[0].curve] == (
         [0.02, 1, 1.7, 40] if family == "llama" else [0.8]
     )
-    recipes: list[tuple[Record, Any]] = [
+    recipes = [
         ({"method": f"emp-{entry.criterion}", "order": entry.order}, entry.curve)
         for entry in record.measures
     ]
@@ -220,12 +220,12 @@ def test_the_curve_is_what_prune_removes(
         {"method": "emp-magnitude", "group": "all"},
         {"method": "emp-magnitude", "neff_dtype": "bfloat16"},
     )[: 5 if family == "llama" else 1]:
-        plan: Any = prune(source, beta=1.7, dry_run=True, **recipe, **common)
+        plan = prune(source, beta=1.7, dry_run=True, **recipe, **common)
         assert [point.beta for point in plan.curve if point.beta > 1.5] == [1.7, 1.75, 2]
         recipes.append((recipe, [point for point in plan.curve if point.beta in (0.5, 1.7)]))
     for recipe, curve in recipes:
         for point in curve:
-            report: Any = prune(
+            report = prune(
                 source, beta=point.beta, output=tmp_path / "out", overwrite=True, **recipe, **common
             )
             for name in ("kept", "sparsity_of_targets", "sparsity_of_all_parameters"):

@@ -89,8 +89,7 @@ def test_no_room_while_a_model_runs(models: Models, monkeypatch: pytest.MonkeyPa
         patch.setattr(AlignDevicesHook, "pre_forward", fail)
         with pytest.raises(
             OutOfMemory,
-            match=r"^model\.layers\.0: out of memory on "
-            r"cpu.*weights.*--device-map disk",
+            match=r"^model\.layers\.0: out of memory on cpu.*weights.*--device-map disk",
         ):
             next(walk.steps())
     monkeypatch.setattr(model.model.layers[1], "forward", fail)
@@ -102,8 +101,7 @@ def test_no_room_while_a_model_runs(models: Models, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(model.lm_head, "forward", fail)
     with pytest.raises(
         OutOfMemory,
-        match=r"^LlamaForCausalLM after its last block: out of memory "
-        r"on cpu with 2 sequences",
+        match=r"^LlamaForCausalLM after its last block: out of memory on cpu with 2 sequences",
     ):
         list(runner.forward([ids]))
 

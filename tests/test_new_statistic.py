@@ -79,7 +79,7 @@ def inputs_of(source: Path, text: Path, layers: list[str]) -> dict[str, oracle.A
     """The inputs of layers over the calibration tokens, float64, shape (tokens, inputs)."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     ids = AutoTokenizer.from_pretrained(source)(text.read_text())["input_ids"]
-    seen: dict[str, list[oracle.Array]] = {name: [] for name in layers}
+    seen = {name: [] for name in layers}
     for name in layers:
 
         def hook(_: Any, args: Any, output: Any, name: str = name) -> None:
@@ -175,7 +175,7 @@ def test_a_file_of_all_of_them(common: dict[str, Any], tmp_path: Path) -> None:
 def test_sweep_and_measure_collect_it(common: dict[str, Any], task_suite: Path) -> None:
     given = common | {"criterion": "mine.py:bulk"}
     suite = str(task_suite.with_name("short.toml"))
-    options: dict[str, Any] = {"methods": "emp-bulk,wanda", "betas": "1", "suite": suite}
+    options = {"methods": "emp-bulk,wanda", "betas": "1", "suite": suite}
     swept = sweep(**given, **options, output=Path("sweep"))
     of_text = measure(**given, output=Path("measure.json"))
     bulk = next(point for point in swept.points if point.point.name == "emp-bulk-beta-1")
@@ -210,7 +210,7 @@ def test_ranks_combine_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for number, batch in enumerate(inputs):
         for sums in (whole, of_ranks[number % 2]):
             sums.observe("layer", batch, batch[..., :3])
-    shown: list[Any] = []
+    shown = []
 
     def gather(value: Any) -> list[Any]:
         shown.append(value)

@@ -184,7 +184,7 @@ def test_a_score_with_a_parameter(
     models: Callable[[str], Path], text: Path, tmp_path: Path
 ) -> None:
     source = models("llama")
-    how: dict[str, Any] = {"calibration": str(text), "device_map": "cpu", **TEXT}
+    how = {"calibration": str(text), "device_map": "cpu", **TEXT}
     report = prune(source, method="emp-power", power=0.5, output=tmp_path / "out", **how)
     recipe = read_manifest(tmp_path / "out").recipe
     assert recipe == report.recipe == Recipe(score=Power(0.5))
@@ -218,7 +218,7 @@ def test_verify_counts_its_weights(
 
     monkeypatch.setattr(Shrink, "solve", all_weights)
     source = models("llama")
-    how: dict[str, Any] = {"method": "shrink", "sparsity": 0.5, "device_map": "cpu", "check": False}
+    how = {"method": "shrink", "sparsity": 0.5, "device_map": "cpu", "check": False}
     prune(model=str(source), calibration=str(text), output=tmp_path / "out", **how, **TEXT)
     assert verify(tmp_path / "out", source=str(source)).differences
 

@@ -82,8 +82,6 @@ def test_activations_name_no_folders(
     assert str(tmp_path).encode() not in file.read_bytes()
     assert str(text.parent).encode() not in file.read_bytes()
     about = Activations.load(file).about
-    assert about.text is not None
-    assert about.pruned_by is not None
     assert (about.model, about.text.file, about.pruned_by.counts.run) == (
         "dense",
         "text.txt",

@@ -70,8 +70,7 @@ def test_every_file_and_option_exists(
     lines = [line for line in shown.splitlines() if "bench_gpu.py" in line]
     assert [
         re.findall(
-            r"--only "
-            r"(\w+)",
+            r"--only (\w+)",
             line,
         )
         for line in lines
@@ -121,8 +120,7 @@ def test_a_row_for_each_step(tmp_path: Path) -> None:
     python.write_text(
         "#!/bin/sh\n"
         'case "$*" in\n'
-        "    *'emp_llm heal'*) exit 3 ;;\n"
-        "    *pytest*) echo 7 passed, 1 skipped in 2 s ;;\n"
+        "    *'emp_llm heal'*) exit 3 ;;\n    *pytest*) echo 7 passed, 1 skipped in 2 s ;;\n"
         "esac\n"
     )
     python.chmod(0o755)

@@ -74,7 +74,7 @@ def test_older_output_is_kept_until_it_is_replaced(
     source = models("llama")
     out = tmp_path / "out"
     before = oracle.digest(source)
-    options: dict[str, Any] = {"model": source, "output": out, "method": "emp-magnitude"}
+    options = {"model": source, "output": out, "method": "emp-magnitude"}
     prune(**options, beta=0.5)
     old = torture.snapshot(tmp_path)
     replace = os.replace
@@ -117,7 +117,7 @@ def test_output_that_appears_during_the_run(
     """An output of another run is not replaced without --overwrite: neither at the start of this
     run, nor at its end.
     """
-    options: dict[str, Any] = {
+    options = {
         "model": models("llama"),
         "output": tmp_path / "out",
         "method": "emp-magnitude",
@@ -141,8 +141,7 @@ def test_output_that_appears_during_the_run(
             patch.setattr(OutputFolder, name, after_another_run(getattr(OutputFolder, name)))
             with pytest.raises(
                 UserError,
-                match=r"out: it exists; name another folder, or add "
-                r"--overwrite",
+                match=r"out: it exists; name another folder, or add --overwrite",
             ):
                 prune(**options)
         assert report_of(tmp_path / "out")["recipe"]["counts"]["effective"]["beta"] == 0.5
@@ -262,8 +261,7 @@ def test_links_in_the_place_of_work(models: Models, tmp_path: Path, kind: str) -
     for overwrite in (False, True):
         with pytest.raises(
             UserError,
-            match=r"is a link. emp-llm makes none for its work and "
-            r"follows none; delete it",
+            match=r"is a link. emp-llm makes none for its work and follows none; delete it",
         ):
             prune(
                 models("llama"), output=place / "out", method="emp-magnitude", overwrite=overwrite
@@ -291,7 +289,7 @@ def test_what_is_no_file_of_ours_in_a_work_folder(
         path.mkdir()
     else:
         path.write_text("[" * 100_000 if kind == "nested" else noted.replace('"b"', "5"))
-    how: dict[str, Any] = {"method": "magnitude", "output": tmp_path / "out", "overwrite": True}
+    how = {"method": "magnitude", "output": tmp_path / "out", "overwrite": True}
     if name == "lock" or kind == "pipe":
         with pytest.raises(UserError, match=r" is (a folder|a pipe|no lock of emp-llm)"):
             prune(models("llama"), **how)
@@ -353,7 +351,7 @@ def test_overwrite_deletes_nothing_of_the_user(models: Models, tmp_path: Path) -
     model.
     """
     out = tmp_path / "out"
-    options: dict[str, Any] = {
+    options = {
         "model": models("llama"),
         "output": out,
         "method": "emp-magnitude",
@@ -390,8 +388,7 @@ def test_overwrite_of_a_report_deletes_nothing_of_the_user(tmp_path: Path) -> No
     (tmp_path / "report" / "notes.txt").write_text("mine")
     with pytest.raises(
         UserError,
-        match=r"it also holds notes.txt, which emp-llm did not write "
-        r"there",
+        match=r"it also holds notes.txt, which emp-llm did not write there",
     ):
         write_folder(tmp_path / "report", files, True, "report.json")
     (tmp_path / "report" / "notes.txt").rename(tmp_path / "report" / "figures" / "mine.svg")
@@ -411,7 +408,7 @@ def test_overwrite_replaces_all_that_emp_llm_wrote(
     out = tmp_path / "out"
     packed = tmp_path / "packed"
     restored = tmp_path / "restored"
-    options: dict[str, Any] = {
+    options = {
         "model": models("llama"),
         "output": out,
         "method": "emp-magnitude",

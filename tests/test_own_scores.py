@@ -185,7 +185,7 @@ def test_a_criterion_of_a_script_is_kept_beside_the_report(
 def test_a_criterion_without_a_file(
     command: Run, models: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    names: dict[str, Any] = {"__name__": "__main__"}
+    names = {"__name__": "__main__"}
     exec("def my_score(weight):\n    return weight.abs()", names)
     prune(model=models("llama"), criterion=names["my_score"], output=tmp_path / "out")
     refused = command("verify", "out", "--source", models("llama"), code=2).stderr
@@ -266,13 +266,13 @@ def test_scores_equal_to_the_magnitudes_give_the_masks_of_magnitude(
 def test_sweep_measure_and_report_know_the_criterion(
     models: Callable[[str], Path], text: Path, code: Path, tmp_path: Path, task_suite: Path
 ) -> None:
-    common: dict[str, Any] = {
+    common = {
         "model": models("llama"),
         "criterion": "my_scores:my_ria",
         "calibration": str(text),
     }
     common |= {"samples": 4, "seqlen": 64, "device_map": "cpu"}
-    options: dict[str, Any] = common | {
+    options = common | {
         "suite": str(task_suite.with_name("short.toml")),
         "output": tmp_path / "sweep",
     }
@@ -390,13 +390,11 @@ def test_wrong_scores_are_named(
     [
         (
             ["--criterion", "my_scores:signed"],
-            r"criterion signed: model\.layers\.0\.mlp\.\w+ has "
-            r"scores below zero.*--map",
+            r"criterion signed: model\.layers\.0\.mlp\.\w+ has scores below zero.*--map",
         ),
         (
             ["--criterion", "my_scores:short"],
-            r"returned a tensor of shape \[\d+, 3\] for "
-            r"model\.layers\.0\.mlp",
+            r"returned a tensor of shape \[\d+, 3\] for model\.layers\.0\.mlp",
         ),
         (["--criterion", "my_scores:text"], "returned str for model"),
         (
@@ -405,8 +403,7 @@ def test_wrong_scores_are_named(
         ),
         (
             ["--criterion", "my_scores:three"],
-            r":three: .* must take the arguments \(weight\) or "
-            r"\(weight, inputs\)",
+            r":three: .* must take the arguments \(weight\) or \(weight, inputs\)",
         ),
         (
             ["--criterion", "my_scores:none"],

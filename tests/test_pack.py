@@ -356,8 +356,7 @@ def test_wrong_use_is_answered(
     (source / "pytorch_model.bin").write_bytes(b"weights")
     with pytest.raises(
         UserError,
-        match=r"pytorch_model\.bin: other weights, which do not belong "
-        r"in a mask",
+        match=r"pytorch_model\.bin: other weights, which do not belong in a mask",
     ):
         pack(source, tmp_path / "x", mask_only=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["packed", "source"]

@@ -243,7 +243,7 @@ def test_heads_of_gpt2(
     ]
     gpt2_heads.main(["--text", str(text), *line])
     page = (tmp_path / "gpt2_heads.md").read_text(encoding="utf-8")
-    weights: dict[str, Tensor] = {}
+    weights = {}
     for file in model.glob("*.safetensors"):
         weights |= load_file(file)
     rows = [
@@ -289,8 +289,7 @@ def test_heads_of_gpt2(
     beta.main([*line, *small, *common, "--cache", str(tmp_path / "cache")])
     page = (tmp_path / "beta.md").read_text(encoding="utf-8")
     assert re.search(
-        r"\| mnist:fc2, neurons \| ([\d.]+) \| [\d.]+ \([45]\d\.0\) \| \1 \(0\.0\) "
-        r"\|\n",
+        r"\| mnist:fc2, neurons \| ([\d.]+) \| [\d.]+ \([45]\d\.0\) \| \1 \(0\.0\) \|\n",
         page,
     )
     assert re.search(r"\| model, heads \| (\d+) \| \d+ \((50\.0|62\.5)\) \| \1 \(0\.0\) \|\n", page)
@@ -359,8 +358,7 @@ def test_damaged_data(data: Path, tmp_path: Path) -> None:
         given_resnet(56, data)
     with pytest.raises(
         UserError,
-        match=r"--models 'alexnet' is not one of fc2, fc5, fc12, vgg16, "
-        r"resnet18, resnet50",
+        match=r"--models 'alexnet' is not one of fc2, fc5, fc12, vgg16, resnet18, resnet50",
     ):
         new_network("alexnet", 10, 1, 0)
 

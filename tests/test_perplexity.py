@@ -62,8 +62,8 @@ def test_a_limit_takes_the_first_blocks_and_is_recorded(models: Any) -> None:
 @pytest.mark.parametrize("device_map", ["cpu", "disk"])
 def test_logits_of_one_batch_are_in_memory_at_a_time(models: Any, device_map: str) -> None:
     model = load_model(models("llama"), device_map, "float32")
-    seen: list[weakref.ref[torch.Tensor]] = []
-    alive: list[int] = []
+    seen = []
+    alive = []
 
     def after_head(module: Any, arguments: Any, logits: torch.Tensor) -> None:
         alive.append(sum(each() is not None for each in seen))
@@ -100,7 +100,7 @@ def test_an_offloaded_model_is_read_once(
 ) -> None:
     tokens = torch.randint(0, 256, (64 * 5 + 10,), generator=torch.Generator().manual_seed(0))
     here = perplexity(load_model(models(family), "cpu"), tokens, 64, batch_size=2)
-    read: list[str] = []
+    read = []
     stored = OffloadedWeightsLoader.__getitem__
     monkeypatch.setattr(
         OffloadedWeightsLoader,

@@ -29,8 +29,7 @@ TEXT = {"samples": 4, "seqlen": 32, "batch_size": 1, "device_map": "cpu"}
 
 
 def load(folder: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def tokens() -> Tensor:

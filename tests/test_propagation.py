@@ -70,7 +70,7 @@ def assert_same(one: Activations, other: Activations) -> None:
 def test_dense_norms_are_those_of_one_pass(models: Models, family: str) -> None:
     """Bit for bit: the same products in the same order, and the same sums."""
     expected = calibrated(load_model(models(family), "cpu"), "model")
-    where: list[tuple[str, Place]] = [
+    where = [
         ("cpu", "disk"),
         ("disk", "cpu"),
         (block_map(models(family)), "cpu"),
@@ -120,7 +120,7 @@ def check_slowly(
     """
     model = mixtures.load(source)
     for block in range(model.config.num_hidden_layers):
-        sums: dict[str, Tensor] = {}
+        sums = {}
         targets = [target for target in pruner.targets if target.layer.block == block]
         assert targets
         handles = mixtures.watch(model, [target.name for target in targets], sums)
@@ -131,7 +131,6 @@ def check_slowly(
             handle.remove()
         for target in targets:
             norm = norms.of(target.name)
-            assert norm is not None
             # Squares are summed in float32 within a batch there, in float64 here.
             np.testing.assert_allclose(
                 norm.numpy(), sums[target.name].sqrt().numpy(), rtol=1e-6, err_msg=target.name
@@ -173,7 +172,7 @@ def propagated_from(source: Path, method: str, device_map: str) -> tuple[Activat
     model = load_model(source, device_map)
     before = {name: p.clone() for name, p in model.named_parameters() if not p.is_meta}
     places = {name: (p.data_ptr(), p._version) for name, p in model.named_parameters()}
-    logits: list[Tensor] = []
+    logits = []
 
     def end(_: Any, walk: Walk, *others: Any) -> None:
         logits.extend(walk.tail(number).logits for number in range(len(walk.batches)))
@@ -204,7 +203,7 @@ def test_larger_groups_and_patterns_decide_as_they_write(
 
 
 def test_commands_say_how_they_ran(models: Models, text: Path, tmp_path: Path) -> None:
-    common: dict[str, Any] = {
+    common = {
         "model": str(models("llama")),
         "calibration": str(text),
         "samples": 4,
@@ -275,8 +274,7 @@ def test_a_search_always_sees_pruned_blocks(
         ({"hidden_states": "ram"}, "--hidden-states 'ram' is not one of auto, device, cpu, disk"),
         (
             {"blocks": "model.norm"},
-            r"--blocks 'model.norm' is not a list of modules .*are: "
-            r"model\.layers\.",
+            r"--blocks 'model.norm' is not a list of modules .*are: model\.layers\.",
         ),
     ],
 )
@@ -293,8 +291,7 @@ def test_activations_that_are_not_finite(models: Models, mode: str) -> None:
         model.model.embed_tokens.weight[tokens()[-1, 0]] = float("inf")  # not in the first batch
     with pytest.raises(
         UserError,
-        match=r"model\.layers\.0\.self_attn\.q_proj: .*NaN or infinity\. "
-        r"Try --dtype",
+        match=r"model\.layers\.0\.self_attn\.q_proj: .*NaN or infinity\. Try --dtype",
     ):
         calibrated(model, mode)
 

@@ -32,7 +32,7 @@ from emp_llm.common.machine import versions
 from emp_llm.options.base import parse_numbers
 from emp_llm.options.prune import checked_recipe
 from emp_llm.pruning.dry_run import DryRun
-from emp_llm.records.run_report import RunReport, read_report
+from emp_llm.records.run_report import read_report
 
 Models = Callable[[str], Path]
 ROOT = Path(__file__).parents[1]
@@ -75,7 +75,7 @@ def llama_8b(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config.save_pretrained(folder)
     with torch.device("meta"):
         weights = AutoModelForCausalLM.from_config(config).state_dict()
-    header: dict[str, Any] = {}
+    header = {}
     end = 0
     for name, weight in weights.items():
         places = [end, end + 2 * weight.numel()]
@@ -98,7 +98,7 @@ def test_a_dry_run_applies_the_options(
     monkeypatch.setattr("emp_llm.pruning.dry_run.operations_a_second", lambda device: 3e14)
     monkeypatch.setattr(Matrix, "read", None)
     monkeypatch.setattr(Checkpoint, "open_files", None)
-    how: dict[str, Any] = {"samples": 128, "seqlen": 2048, "targets": "all-linear"}
+    how = {"samples": 128, "seqlen": 2048, "targets": "all-linear"}
     how |= {"sparsity": 0.5, "dry_run": True, "output": tmp_path / "out", "calibration": "demo"}
 
     def planned(method: str, **more: Any) -> DryRun:
@@ -108,14 +108,12 @@ def test_a_dry_run_applies_the_options(
         return plan
 
     def gigabytes(plan: DryRun) -> float:
-        assert plan.needs is not None
         return (sum(plan.needs.parts.values()) + plan.needs.hidden) / 1e9
 
     on_disk = {"device_map": "disk"}
     admm = planned("emp-admm", refit=True, **on_disk)
     assert admm.curve == []
     # The update's part is a bound, of which 80 % are used.
-    assert admm.needs is not None
     unused = 0.2 * admm.needs.parts["update, at most"] / 1e9
     page = (ROOT / "docs" / "gpu.md").read_text()
     for name, found in {
@@ -277,7 +275,6 @@ def test_the_package_is_its_front_door(models: Models, tmp_path: Path) -> None:
         parameter.annotation is not inspect.Parameter.empty for parameter in parameters.values()
     )
     report = prune(model=models("llama"), output=str(tmp_path / "out"), method="magnitude")
-    assert isinstance(report, RunReport)
     assert report.source.model == str(models("llama"))
     assert json.loads((tmp_path / "out" / "emp_report.json").read_text()) == report.as_dict()
     with pytest.raises(
@@ -525,8 +522,6 @@ def test_output_into_a_closed_pipe_ends_quietly(models: Models, tmp_path: Path, 
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert writer.stdout is not None
-    assert writer.stderr is not None
     writer.stdout.close()
     said = writer.stderr.read()
     assert "Traceback" not in said

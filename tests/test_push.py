@@ -392,7 +392,7 @@ def test_a_model_with_fewer_heads_and_neurons(
     by its name.
     """
     out = tmp_path / "narrow"
-    options: dict[str, Any] = {
+    options = {
         "structure": "both",
         "method": "magnitude",
         "sparsity": 0.5,
@@ -400,7 +400,7 @@ def test_a_model_with_fewer_heads_and_neurons(
         "quiet": True,
     }
     prune(str(hub_dense), output=out, **options)
-    how: dict[str, Any] = {
+    how = {
         "prompt_tokens": 8,
         "new_tokens": 2,
         "repeats": 1,

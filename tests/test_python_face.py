@@ -80,7 +80,7 @@ def test_every_public_name_is_there() -> None:
 
 def test_a_program_of_yours_keeps_its_peaks_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a command of the shell sets them back, and measures its own."""
-    resets: list[None] = []
+    resets = []
     monkeypatch.setattr(machine, "_reset_peaks", lambda: resets.append(None))
     records = []
     for in_shell in (False, True):

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -103,7 +102,7 @@ def test_wrong_quantization(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 def test_quantized_calibration_prunes_the_original_weights(prose: Path, tmp_path: Path) -> None:
-    how: dict[str, Any] = {
+    how = {
         "calibration": str(prose),
         "samples": 4,
         "seqlen": 64,
@@ -137,7 +136,7 @@ def test_quantized_calibration_of_experts(
     quantised layers.
     """
     source = str(models("mixtral"))
-    how: dict[str, Any] = {
+    how = {
         "calibration": str(text),
         "samples": 4,
         "seqlen": 64,

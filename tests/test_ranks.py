@@ -295,7 +295,7 @@ def test_ranks_that_read_other_files_are_told(
     disks: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """On all of them, before a model runs; in every command that several ranks run."""
-    short: dict[str, Any] = {"samples": 4, "seqlen": 32, "batch_size": 1, "device_map": "cpu"}
+    short = {"samples": 4, "seqlen": 32, "batch_size": 1, "device_map": "cpu"}
 
     def work(rank: int) -> None:
         own_disk()

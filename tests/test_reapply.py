@@ -7,7 +7,6 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import finetune_sparse
 import pytest
@@ -102,8 +101,7 @@ def test_models_that_cannot_be_masked_are_refused(
     wrapped.model.layers[0].mlp.up_proj = Adapted(wrapped.model.layers[0].mlp.up_proj)
     with pytest.raises(
         UserError,
-        match=r"Merge them first: "
-        r"reapply_mask\(model.merge_and_unload\(\), DIR\)",
+        match=r"Merge them first: reapply_mask\(model.merge_and_unload\(\), DIR\)",
     ):
         reapply_mask(wrapped, pruned("llama"))
     whole = wrapped.model.layers[0].mlp.up_proj
@@ -137,7 +135,7 @@ def test_training_keeps_zeros_and_changes_everything_else(
     tokens = torch.arange(64).repeat(8, 1) % 50
     start = load(folder)
     model = load(folder)
-    how: dict[str, Any] = {
+    how = {
         "max_steps": 4,
         "learning_rate": 3e-3,
         "save_strategy": "steps",

@@ -121,7 +121,7 @@ def odd_nodes(kind: Any) -> st.SearchStrategy[Callable[[], Any]]:
     for each in kinds_of(kind):
         if "emp_llm" not in each.__module__:  # of another test
             continue
-        values: dict[str, Any] = {}
+        values = {}
         for field in declared(each):
             known = field.value.choices or ([] if field.node is None else [None, field.node])
             values[field.name] = st.sampled_from([*known, *ODD])
@@ -539,7 +539,7 @@ def test_a_recipe_does_not_change() -> None:
 
 @pytest.mark.parametrize("name", ["wanda", "sparsegpt"])
 def test_a_name_belongs_to_one_class(name: str) -> None:
-    kind: Any = Score if name == "wanda" else Search
+    kind = Score if name == "wanda" else Search
     with pytest.raises(UserError, match=f"name '{name}' of .*Other is that of"):
         type("Other", (kind,), {"name": name})
 

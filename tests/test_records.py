@@ -74,7 +74,7 @@ def written(
         [runs / "emp", runs / "uniform", folder / "sweep"], output=folder / "report", no_plots=True
     )
     prune(model, output=folder / "all", method="emp-magnitude", group="all", targets="all-linear")
-    how: dict[str, Any] = {
+    how = {
         "prompt_tokens": 8,
         "new_tokens": 2,
         "repeats": 1,
@@ -185,7 +185,7 @@ def test_a_newer_version_is_refused(
     written: dict[str, list[dict[str, Any]]], tmp_path: Path, name: str
 ) -> None:
     """The error names the file, its version and the remedy."""
-    kind: type[FileRecord] = FORMATS[name][0]
+    kind = FORMATS[name][0]
     path = tmp_path / "file.json"
     values = written[name][0]
     path.write_text(

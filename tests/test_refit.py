@@ -63,7 +63,7 @@ def pruned(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Pruning:
     """Prune a tiny model in-process; each combination once."""
-    made: dict[str, Run] = {}
+    made = {}
 
     def call(family: str | Path, method: str = "wanda", **options: Any) -> Run:
         key = f"{family} {method} {sorted(options.items())}"
@@ -143,7 +143,7 @@ def masks_are_equal(one: Run, other: Run) -> None:
 def test_weights_are_those_of_the_reference(
     pruned: Pruning, text: Path, targets: str, weighting: Any, damping: float, restored: str | None
 ) -> None:
-    options: dict[str, Any] = {"targets": targets, "samples": 6}
+    options = {"targets": targets, "samples": 6}
     refit = {
         "refit": True,
         "refit_weighting": weighting,
@@ -195,7 +195,7 @@ def test_contract(
     pruned: Pruning, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """The error is lower, the masks stay, nothing else changes, and verify finds no difference."""
-    model: Any = family
+    model = family
     # A mixture whose experts have fused matrices, stored transposed, and biases.
     if family == "gpt_oss":
         monkeypatch.setitem(tiny.FAMILIES, "gpt_oss", ("GptOssConfig", GPT_OSS))
@@ -251,8 +251,6 @@ def test_masks_of_every_method_stay(pruned: Pruning, name: str) -> None:
         )
     assert run.report.matrices == plain.report.matrices
     update = run.report.recipe.update
-    assert update is not None
-    assert update.refit is not None
     assert update.refit.weighting == options.get("refit_weighting", "equal")
     check_verified(run)
 
@@ -280,7 +278,6 @@ def test_sparsegpt(pruned: Pruning, text: Path, family: str, options: dict[str, 
             assert entry.kept_mass == pytest.approx(
                 (magnitudes * mask).sum() / magnitudes.sum(), rel=1e-5
             )
-            assert pruned_run.report.sizes is not None
             assert pruned_run.report.sizes.mask == 0  # a mask alone does not restore it
             if "pattern" in options:
                 rows = mask.T if family == "gpt2" else mask
@@ -327,7 +324,6 @@ def test_admm(pruned: Pruning, name: str) -> None:
                 assert (mask.reshape(len(mask), -1, 4).sum(2) == 2).all()
             else:
                 assert np.array_equal(mask.sum(-1), other.sum(-1)), layer
-        assert pruned_run.report.sizes is not None
         assert pruned_run.report.sizes.mask == 0  # a mask alone does not restore it
         changed_bytes_are_of_targets(pruned_run.source, pruned_run.out, pruned_run)
         check_verified(pruned_run)
@@ -340,7 +336,7 @@ def test_admm(pruned: Pruning, name: str) -> None:
 @pytest.mark.parametrize("kind", ["rows", "2:4", "matrix"])
 def test_a_weight_too_many_is_found(pruned: Pruning, tmp_path: Path, kind: str) -> None:
     """verify checks the number in each group, whose masks it cannot decide again."""
-    options: dict[str, Any] = {
+    options = {
         "rows": {"sparsity": 0.3},
         "2:4": {"pattern": "2:4"},
         "matrix": {"group": "matrix"},
@@ -524,8 +520,7 @@ def test_weights_that_are_not_finite(
     for name, match in (
         (
             "mlp.down_proj",
-            r"mlp\.down_proj.* holds NaN or infinity.* is damaged; download it "
-            r"again",
+            r"mlp\.down_proj.* holds NaN or infinity.* is damaged; download it again",
         ),
         (
             "self_attn.q_proj",

@@ -89,8 +89,7 @@ def options(
 
 @pytest.fixture
 def whole(request: pytest.FixtureRequest, options: Options, whole_run: Any) -> torture.Bytes:
-    found: torture.Bytes = whole_run(request.node.callspec.params["options"])
-    return found
+    return whole_run(request.node.callspec.params["options"])
 
 
 def kill() -> None:
@@ -114,7 +113,7 @@ def killed_at_block(options: dict[str, Any], block: int) -> None:
 
 def count_updates(patch: pytest.MonkeyPatch) -> list[int]:
     """A list that grows by the number of every block that is updated."""
-    updated: list[int] = []
+    updated = []
     run = walk._update_block
 
     def counted(block: Any, *others: Any) -> Any:
@@ -184,7 +183,7 @@ def test_a_block_that_writes_into_its_input(
         return output
 
     monkeypatch.setattr(LlamaDecoderLayer, "forward", writing_forward)
-    given: dict[str, Any] = {
+    given = {
         "model": str(models("llama")),
         "method": "wanda",
         "calibration": str(text),
@@ -230,7 +229,7 @@ def test_two_ranks(
     tmp_path_factory: pytest.TempPathFactory,
     method: str,
 ) -> None:
-    given: dict[str, Any] = {
+    given = {
         "samples": 19,
         "seqlen": 5,
         "batch_size": 1,
@@ -370,8 +369,7 @@ def test_blocks_that_read_the_keys_of_others(tmp_path: Path) -> None:
     model = tiny.random_model(transformers.AutoModelForCausalLM, config, torch.float32)
     with pytest.raises(
         UserError,
-        match=r"read the keys and values of earlier ones "
-        r"\(num_kv_shared_layers is 1\)",
+        match=r"read the keys and values of earlier ones \(num_kv_shared_layers is 1\)",
     ):
         prune_model(
             model, recipe_of(method="wanda", refit=True), torch.ones(8, 32, dtype=torch.long)
@@ -400,6 +398,6 @@ def test_a_fit_for_which_memory_does_not_suffice(
     models: Callable[[str], Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(walk, "solved", Mock(side_effect=torch.OutOfMemoryError("out of memory")))
-    how: dict[str, Any] = {"calibration": str(text), "samples": 4, "seqlen": 32, "refit": True}
+    how = {"calibration": str(text), "samples": 4, "seqlen": 32, "refit": True}
     with pytest.raises(UserError, match=r"out of memory.*--device-map cpu"):
         prune(models("llama"), output=tmp_path / "out", device_map="cpu", **how)

@@ -138,7 +138,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, target: int) -> list[str]:
     """Kill the run when it writes the n-th target; returns a list that grows by the name of each
     target that is begun.
     """
-    begun: list[str] = []
+    begun = []
     put_rows = writing._ShardFile.put_rows
 
     def counted(file: Any, of: Any, chunks: Any) -> Any:
@@ -163,7 +163,7 @@ def run_killed(monkeypatch: pytest.MonkeyPatch, target: int, options: dict[str, 
 def test_finished_shards_are_not_written_again(
     sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: Any
 ) -> None:
-    options: dict[str, Any] = {"model": sharded, "method": "emp-magnitude", "group": group}
+    options = {"model": sharded, "method": "emp-magnitude", "group": group}
     with monkeypatch.context() as patch:
         written = kill_at(patch, -1)
         prune(output=tmp_path / "whole" / "out", **options)
@@ -185,7 +185,7 @@ def test_finished_shards_are_not_written_again(
 def test_finished_calibration_is_not_run_again(
     sharded: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    common: dict[str, Any] = {
+    common = {
         "model": sharded,
         "calibration": str(text),
         "samples": 4,
@@ -204,7 +204,7 @@ def test_finished_calibration_is_not_run_again(
 def unfinished(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The options of a killed run that left work."""
     model = Path(shutil.copytree(sharded, tmp_path / "model"))
-    options: dict[str, Any] = {
+    options = {
         "model": str(model),
         "output": tmp_path / "out",
         "method": "emp-magnitude",
@@ -287,7 +287,7 @@ def test_a_run_by_other_code_of_the_user_is_refused(
         """Those of a new process."""
         sys.modules.pop("own_code", None)
         module = importlib.import_module("own_code")
-        common: dict[str, Any] = {"model": sharded, "output": tmp_path / "out", "check": False}
+        common = {"model": sharded, "output": tmp_path / "out", "check": False}
         if what == "moved":
             common |= {"calibration": str(text), "samples": 2, "seqlen": 32, "device_map": "cpu"}
         if what in ("powers", "moved"):
@@ -344,8 +344,7 @@ def test_run_with_other_options_is_refused(
     )
     with pytest.raises(
         UserError,
-        match=r"unfinished run with another source: "
-        r"model-0000\d-of-0000\d\.safetensors",
+        match=r"unfinished run with another source: model-0000\d-of-0000\d\.safetensors",
     ):
         prune(**unfinished | {"model": str(tmp_path / "other")})
     assert (tmp_path / ".out.partial" / "manifest.json").is_file()
@@ -425,8 +424,7 @@ def test_source_that_changes(
     monkeypatch.setattr(os, "preadv", lambda *_: 0)
     with pytest.raises(
         UserError,
-        match=r"safetensors: it ends before byte \d+; it changed while "
-        r"it was read",
+        match=r"safetensors: it ends before byte \d+; it changed while it was read",
     ):
         prune(**unfinished)
     assert {path.name for path in tmp_path.iterdir()} == {"model"}, (

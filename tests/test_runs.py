@@ -42,9 +42,9 @@ def test_a_run_is_complete_when_it_is_made(
     how: dict[str, Any], models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its signature is the same before the first step and after the last one."""
-    of: Any = PruneRun.of
-    made: list[PruneRun] = []
-    signatures: list[Any] = []
+    of = PruneRun.of
+    made = []
+    signatures = []
 
     def keep(*given: Any) -> PruneRun:
         made.append(of(*given))

@@ -208,7 +208,7 @@ def test_all_ways_at_every_number_of_tokens(
     wide_x = functional.pad(x, (0, 1), value=1)
     wide_weight = torch.cat([weight, bias[:, None]], 1)
     product = product_by(pack_rows(weight), way)
-    by_torch: list[int] = []
+    by_torch = []
     of_torch = CpuProducts.by_torch
 
     def noted(self: CpuProducts, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -273,7 +273,7 @@ def test_without_a_compiler(
 
 def half(model: Path, output: Path) -> None:
     """Remove half of all linear layers."""
-    options: dict[str, Any] = {"targets": "all-linear", "allow_partial": True, "quiet": True}
+    options = {"targets": "all-linear", "allow_partial": True, "quiet": True}
     emp_llm.prune(model, method="magnitude", sparsity=0.5, output=output, **options)
 
 
@@ -541,7 +541,7 @@ def test_evaluate(sparse_models: Models, text: Path, tmp_path: Path) -> None:
         ("dense", folder, "dense"),
         ("packed", f"{folder}-packed", "sparse"),
     ):
-        options: dict[str, Any] = {
+        options = {
             "suite": f"perplexity,file={text},seqlen=64",
             "limit": 20,
             "dtype": "float32",
@@ -634,7 +634,7 @@ class TestMemory:
     @pytest.fixture
     def expanded(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         """The names of the tensors that are expanded."""
-        names: list[str] = []
+        names = []
         words = PackedShard.words
 
         def listed(shard: PackedShard, tensor: StoredTensor) -> Iterator[Any]:
@@ -699,8 +699,7 @@ class TestMemory:
         (tmp_path / "model" / "config.json").write_text(json.dumps(config))
         with pytest.raises(
             UserError,
-            match=r"the checkpoint does not fit config\.json\. The "
-            r"shapes of 2 weights differ",
+            match=r"the checkpoint does not fit config\.json\. The shapes of 2 weights differ",
         ):
             load(tmp_path / "model", check=False)
 
@@ -717,8 +716,7 @@ class TestMemory:
             monkeypatch.setattr("emp_llm.runtime.loader.available_memory", lambda free=free: free)
             with pytest.raises(
                 UserError,
-                match=r"packed: .* needs [\d.]+ kB of memory, and \d+\.0 "
-                r"kB are free",
+                match=r"packed: .* needs [\d.]+ kB of memory, and \d+\.0 kB are free",
             ):
                 load(tmp_path / "packed")
             assert len(expanded) <= names

@@ -121,7 +121,7 @@ def test_names_of_one_rule(models: Models, norms: Models, tmp_path: Path) -> Non
 
 def test_pruned_propagation(models: Models, text: Path, tmp_path: Path) -> None:
     """The counts do not depend on the norms, so that a sparsity can be asked for too."""
-    given: dict[str, Any] = {
+    given = {
         "calibration": str(text),
         "samples": 4,
         "seqlen": 64,
@@ -208,7 +208,7 @@ def test_sweep_and_measure(
     """Points with counts by magnitude share one pass of numbers; masks are those of prune."""
     source = evaluable("llama")
     out = tmp_path / "sweep"
-    common: dict[str, Any] = {"activations": norms("llama"), "device_map": "cpu"}
+    common = {"activations": norms("llama"), "device_map": "cpu"}
     sweep(
         source,
         output=out,

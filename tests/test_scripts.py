@@ -218,8 +218,7 @@ def test_the_first_day(
     assert "differences: []" in told
     assert re.search(r"emp-column_share keeps [3456]\d\.\d%", told)
     first, again = re.search(
-        r"([\d,]+) weights removed; ([\d,]+) "
-        r"again",
+        r"([\d,]+) weights removed; ([\d,]+) again",
         told,
     ).groups()  # type: ignore[union-attr]
     assert first == again
@@ -261,7 +260,7 @@ def test_a_peer_that_does_not_install(
 ) -> None:
     """Its row says so, and the others run. A later bench tries it again."""
     (tmp_path / "datasets").mkdir()
-    tried: list[str] = []
+    tried = []
 
     def without_an_index(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         tried.append(words[2])

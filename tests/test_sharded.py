@@ -36,8 +36,7 @@ STEPS = 3
 
 
 def load(folder: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def whole(values: Tensor) -> Tensor:

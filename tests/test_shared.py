@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,7 +23,7 @@ def test_four_methods_on_a_real_model(shared: Path, stories_suite: str, tmp_path
     before = {path.name: path.read_bytes() for path in source.iterdir()}
     text = tmp_path / "stories.txt"
     text.write_text((shared / "text" / "tinystories_train.txt").read_text()[:400_000])
-    common: dict[str, Any] = {
+    common = {
         "calibration": str(text),
         "samples": 16,
         "seqlen": 256,

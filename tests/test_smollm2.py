@@ -11,7 +11,6 @@ import smollm2
 import transformers
 
 from emp_llm import prune
-from emp_llm.records.run_report import RunReport
 
 MADE = Path(__file__).parents[1] / "smollm2" / "model"
 
@@ -68,8 +67,7 @@ def test_a_folder_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (tmp_path / "mine").mkdir()
     with pytest.raises(
         SystemExit,
-        match=r"mine exists, and is not of this script. Name another "
-        r"folder",
+        match=r"mine exists, and is not of this script. Name another folder",
     ):
         smollm2.main([str(tmp_path / "mine")])
     (tmp_path / "made").mkdir()
@@ -98,5 +96,4 @@ def test_the_model_itself(tmp_path: Path) -> None:
     answer = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
     assert "Paris" in tokenizer.decode(answer)
     report = prune(MADE, method="magnitude", output=tmp_path / "out")
-    assert isinstance(report, RunReport)
     assert report.targets.matrices == 90

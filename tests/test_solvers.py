@@ -3,7 +3,6 @@ implementation column by column.
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -263,7 +262,7 @@ def test_values_that_are_not_finite(name: str) -> None:
     weight, mask = layer(6, 24)
     tensors = {"weight": weight, "gram": torch.eye(24), "right": torch.ones(6, 24)}
     tensors[name][3, 3] = math.nan
-    solvers: list[Callable[..., object]] = [partial(refit_rows, mask=mask, energy=torch.ones(6))]
+    solvers = [partial(refit_rows, mask=mask, energy=torch.ones(6))]
     solvers.append(partial(admm, pattern=(2, 4)))
     if name != "right":
         solvers.append(lambda weight, gram, right: sparsegpt(weight, gram, count=24))

@@ -19,7 +19,6 @@ SEVEN = ["boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge",
 def test_suites_of_the_package() -> None:
     perplexity, paper, demo = (find_suite(name) for name in ("perplexity", "paper", "demo"))
     assert paper.corpus == perplexity.corpus
-    assert perplexity.corpus is not None
     assert (perplexity.corpus.seqlen, perplexity.tasks) == (2048, ())
     assert [task.name for task in paper.tasks] == SEVEN
     assert {task.num_fewshot for task in paper.tasks} == {0}
@@ -27,7 +26,6 @@ def test_suites_of_the_package() -> None:
     assert find_suite("harness-wikitext").corpus is None
     assert [task.name for task in demo.tasks] == ["demo_facts", "demo_inference", "demo_stories"]
     changed = find_suite("perplexity,seqlen=512").corpus
-    assert changed is not None
     assert changed.seqlen == 512
 
 
@@ -61,8 +59,7 @@ def test_a_suite_of_the_users_own(tmp_path: Path) -> None:
         ('[[tasks]]\nnames = ["a"]\nfolder = "none"\n', r"'none'.* is not a folder"),
         (
             '[[tasks]]\nnames = ["a"]\n[[tasks]]\nnames = ["a"]\nnum_fewshot = 2\n',
-            r"'a' is named "
-            r"twice",
+            r"'a' is named twice",
         ),
     ],
 )

@@ -52,7 +52,7 @@ def test_files_reach_the_disk_of_a_mac(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     """By F_FULLFSYNC, or by fsync where the file system does not have it."""
-    calls: list[str] = []
+    calls = []
 
     def full(file: int, call: int) -> None:
         calls.append(f"full {call}")
@@ -72,7 +72,7 @@ def test_large_files_are_read_and_written_in_pieces(
 ) -> None:
     """macOS refuses 2 GB in one call."""
     monkeypatch.setattr(files, "_MOST", 3)
-    sizes: list[int] = []
+    sizes = []
     read, write = os.preadv, os.pwrite
     monkeypatch.setattr(
         os, "preadv", lambda file, raw, at: (sizes.append(len(raw[0])), read(file, raw, at))[1]

@@ -97,7 +97,7 @@ def test_half_a_surrogate_pair_is_the_replacement_character(tmp_path: Path) -> N
         assert token_ids(find_corpus(str(path)), tokenizer).tolist() == wanted
         for rows in ([json.loads(row)], ["a \ud83d b"]):
             options = CalibrationOptions(seqlen=len(wanted))
-            found: Any = data_in_memory(rows, tokenizer, options, None)
+            found = data_in_memory(rows, tokenizer, options, None)
             assert found.tokens.tolist() == [wanted]
     path.write_text('{"text": "a \\ud83d\\ude00 b"}')
     assert token_ids(find_corpus(str(path)), tokenizer).tolist() == tokenizer("a 😀 b")["input_ids"]
@@ -206,7 +206,6 @@ def test_any_path(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) ->
         ]
         assert find_corpus(f"self:{given},seqlen=9").file == given
         suite = find_suite(f"suite.toml,file={given},seqlen=4")
-        assert suite.corpus is not None
         assert (suite.corpus.file, suite.corpus.seqlen) == (given, 4)
     Path("odd, suite.toml").write_text(Path("suite.toml").read_text())
     assert find_suite("odd, suite.toml,seqlen=4,limit=3").limit == 3

@@ -75,14 +75,12 @@ def test_the_length_and_the_number_that_parts_name() -> None:
     assert tokens("long.toml:1,rows.jsonl:1,column=body,seqlen=30", seqlen=None).shape == (2, 30)
     with pytest.raises(
         UserError,
-        match=r"differ in tokens per sequence \(long.toml has 30, "
-        r"chat.jsonl has 9\)",
+        match=r"differ in tokens per sequence \(long.toml has 30, chat.jsonl has 9\)",
     ):
         tokens("long.toml:1,chat.jsonl:1,seqlen=9", seqlen=None)
     with pytest.raises(
         UserError,
-        match=r"a\.txt: 2,000 tokens, too short for 63 samples x 64 "
-        r"tokens",
+        match=r"a\.txt: 2,000 tokens, too short for 63 samples x 64 tokens",
     ):
         tokens("chat.jsonl:1,a.txt:63", seqlen=64)
 
@@ -204,7 +202,7 @@ def test_a_long_text_lies_in_a_file(
         return read_text(options, tokenizer, None, training=30)
 
     in_memory = read()
-    mapped: list[int] = []
+    mapped = []
 
     def noted(file: int, size: int) -> mmap:
         mapped.append(size)

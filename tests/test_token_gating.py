@@ -50,7 +50,7 @@ def noted(
     """By name the first input of a module before the hooks of the script, all after them, and
     the output; and the counts.
     """
-    seen: dict[str, tuple[Any, ...]] = {}
+    seen = {}
     handles = []
     for name in names:
         module = model.get_submodule(name)
@@ -98,7 +98,7 @@ def test_each_token_keeps_its_effective_number_in_every_expert(models: Models, f
     paths = [READERS[family].format(number).removesuffix(".down_proj") for number in range(2)]
     seen, counts = noted(model, paths, 1.0)
     for path in paths:
-        experts: Any = model.get_submodule(path)
+        experts = model.get_submodule(path)
         _, hidden, chosen, weights, output = seen[path]
         wanted = torch.zeros_like(output)
         for expert in range(len(experts.down_proj)):

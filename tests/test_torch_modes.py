@@ -138,7 +138,7 @@ def test_models_in_training(dense: Callable[[str], Any]) -> None:
 
 def test_commands_in_python(models: Models, text: Path, tmp_path: Path) -> None:
     def shards(name: str) -> Weights:
-        how: dict[str, Any] = {"calibration": str(text), "samples": 2, "seqlen": 32}
+        how = {"calibration": str(text), "samples": 2, "seqlen": 32}
         prune(models("llama"), method="emp-admm", output=tmp_path / name, **how)
         return weights_of_folder(tmp_path / name)
 

@@ -181,7 +181,6 @@ def test_a_model_in_memory_that_is_trained(
     model = load(source, torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(source)
     report = prune_model(model, recipe_of(), str(text), tokenizer, samples=4, seqlen=64)
-    assert report.record.check is not None
     assert report.record.check.text == text.name
     if way == "trainer":
         tune(model, SparsityCallback(report.masks), tmp_path / "run")

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from emp_llm import bench, evaluate, generate, heal, prune, verify
 from emp_llm.common.errors import UserError
-from emp_llm.records.run_report import RunReport
 
 Models = Callable[[str], Path]
 
@@ -151,13 +150,10 @@ def test_an_untied_reward_model_is_pruned(models: Models, text: Path, tmp_path: 
             sparsity=0.5,
             **how_to_read(text),
         )
-        assert isinstance(report, RunReport)
-        assert report.structure is not None
         assert 0 <= (report.structure.difference or 0) < 1e-4
     with pytest.raises(
         UserError,
-        match=r"no head for tokens, so it predicts none. Use --method "
-        r"wanda",
+        match=r"no head for tokens, so it predicts none. Use --method wanda",
     ):
         prune(
             source,
@@ -169,8 +165,7 @@ def test_an_untied_reward_model_is_pruned(models: Models, text: Path, tmp_path: 
         )
     with pytest.raises(
         UserError,
-        match=r"no head for tokens, so it predicts none. Give a text "
-        r"that was written",
+        match=r"no head for tokens, so it predicts none. Give a text that was written",
     ):
         prune(
             source,

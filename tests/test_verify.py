@@ -150,15 +150,13 @@ WRONG: dict[str, tuple[Callable[[Path], object], str, str | None]] = {
     ),
     "file missing": (
         lambda out: (out / "config.json").unlink(),
-        r"config\.json: it is "
-        r"missing",
+        r"config\.json: it is missing",
         None,
     ),
     "shard missing": (lambda out: next(out.glob("*.safetensors")).unlink(), r"it is missing", None),
     "other weights": (
         lambda out: (out / "adapter.bin").write_bytes(b""),
-        r"adapter\.bin: weights "
-        r"that the manifest",
+        r"adapter\.bin: weights that the manifest",
         None,
     ),
 }
@@ -208,8 +206,7 @@ def test_wrong_input(
     prune(model=source, output=out, method="wanda", activations=norms("llama"))
     with pytest.raises(
         UserError,
-        match=r"does not hold the norms that decided its "
-        r"masks.*--activations FILE",
+        match=r"does not hold the norms that decided its masks.*--activations FILE",
     ):
         verify(out, source=source)
     (out / "emp_manifest.json").write_text(
@@ -303,7 +300,7 @@ def save_in_memory(source: Path, folder: Path, recipe: Recipe, text: Path, **how
 
 def rewrite(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
     """Edit the tensors of a folder, which lie in one shard from then on."""
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     for shard in folder.glob("*.safetensors"):
         tensors |= load_file(shard)
         shard.unlink()
@@ -365,8 +362,7 @@ def test_folders_of_save_pretrained(
         done = command("verify", out, "--source", source, *more)
         assert done.stderr.count("tokenizer") == 1
         found = re.search(
-            r"0 differences; .* 1 config\.json, (\S+) other bytes, \d+ "
-            r"targets",
+            r"0 differences; .* 1 config\.json, (\S+) other bytes, \d+ targets",
             done.stdout,
         )
         assert found is not None, done.stdout
@@ -425,8 +421,7 @@ WRONG_SAVED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no config": (
         lambda out: set_config(out, model_type="llamma"),
-        r"does not know the model "
-        r"type",
+        r"does not know the model type",
     ),
 }
 
