@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
     # Read when triton is imported, which other packages do as well.
     os.environ["TRITON_INTERPRET"] = "1"
 
+from launch import words_of
 from runs import make_runs
 from suites import make_evaluable_model, make_suite
 from tiny import first_blocks, make_model
@@ -191,14 +192,12 @@ def shared() -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Run a command as a subprocess in an empty folder: run("prune", "--model", ...). Slow:
+    """Run a command as a subprocess in an empty folder: run("prune --model", model). Slow:
     prefer `command`.
     """
 
-    def call(
-        name: str, *arguments: object, cwd: Path = tmp_path
-    ) -> "subprocess.CompletedProcess[str]":
-        line = [sys.executable, "-m", "emp_llm", name, *map(str, arguments)]
+    def call(*line: object, cwd: Path = tmp_path) -> "subprocess.CompletedProcess[str]":
+        line = (sys.executable, "-m", "emp_llm", *words_of(*line))
         environment = os.environ | {"COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
         return subprocess.run(
             line, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False
@@ -209,7 +208,7 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run a command line within this process, in an empty folder: command("prune", "--model", ...).
+    """Run a command line within this process, in an empty folder: command("prune --model", model).
 
     Exit code, output and messages are those of the process that `run` would start. The Hub is as
     the test left it. The exit code must be `code`; None: any.
@@ -219,7 +218,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     def call(
         *arguments: object, cwd: Path = tmp_path, code: int | None = 0
     ) -> "subprocess.CompletedProcess[str]":
-        line = [str(argument) for argument in arguments]
+        line = words_of(*arguments)
         out = io.StringIO()
         err = io.StringIO()
         ended = 0

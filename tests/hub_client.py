@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 from hub_server import Hub
+from launch import words_of
 
 
 def environment(endpoint: str, home: Path, token: str | None, **more: str) -> dict[str, str]:
@@ -70,7 +71,7 @@ class Client:
 
     def command(self, folder: Path, *line: object) -> tuple[int, str, str]:
         """Exit code, output and messages of a command line that runs in a folder."""
-        done = self.call("command", line=[str(word) for word in line], folder=folder)["result"]
+        done = self.call("command", line=words_of(*line), folder=folder)["result"]
         return done["code"], done["out"], done["err"]
 
     def succeed(self, folder: Path, *line: object) -> str:

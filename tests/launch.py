@@ -50,6 +50,11 @@ class Launched:
         return "".join(self.errors)
 
 
+def words_of(first: object = "", *rest: object) -> list[str]:
+    """A command line: its first argument may hold several words, the others are one each."""
+    return [*str(first).split(), *map(str, rest)]
+
+
 def launch(
     count: int,
     folder: Path,
@@ -99,7 +104,7 @@ def launch(
 
         finish = None if prepare is None else prepare()
         try:
-            main([str(word) for word in line]) if work is None else _with_exit_codes(work)
+            main(words_of(*line)) if work is None else _with_exit_codes(work)
         except SystemExit:
             raise
         except BaseException:

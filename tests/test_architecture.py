@@ -132,10 +132,10 @@ def test_the_shell_starts_commands(run: Run, tmp_path: Path) -> None:
     wrong = run("prnue")
     assert wrong.returncode == 2
     assert "'prnue' is not a command" in wrong.stderr
-    without = run("prune", "--model", "x", "--beta", "much")
+    without = run("prune --model x --beta much")
     assert without.returncode == 2
     assert "--beta" in without.stderr
-    options = run("prune", "--help", "all")
+    options = run("prune --help all")
     assert options.returncode == 0
     assert "Prune a causal language model" in options.stdout
     for flag in (

@@ -478,7 +478,7 @@ def test_python_and_the_shell_name_an_option_in_their_own_words(
 def test_gguf_is_named_with_its_remedy(tmp_path: Path, command: Run, place: str) -> None:
     file = tmp_path / "tiny-Q4_K_M.gguf"
     file.write_bytes(b"GGUF")
-    for line in (["prune", "--method", "magnitude"], ["evaluate"]):
+    for line in (["prune --method magnitude"], ["evaluate"]):
         done = command(*line, "--model", tmp_path if place == "folder" else file, code=2)
         assert "GGUF" in done.stderr
         assert "safetensors checkpoint of the model that it was made from" in done.stderr
@@ -680,18 +680,13 @@ def test_malformed_configs(
     suite = f"perplexity,file={text},seqlen=64"
     for line in (
         (
-            "prune",
-            "--method",
-            "wanda",
-            "--sparsity",
-            0.5,
-            "--calibration",
+            "prune --method wanda --sparsity 0.5 --calibration",
             text,
             "--output",
             tmp_path / "out",
         ),
-        ("evaluate", "--suite", suite, "--output", tmp_path / "out.json"),
-        ("generate", "--prompt", "a"),
+        ("evaluate --suite", suite, "--output", tmp_path / "out.json"),
+        ("generate --prompt a",),
     ):
         done = command(*line, "--model", model, code=2)
         message = done.stderr.splitlines()[-1]
@@ -711,11 +706,10 @@ def test_malformed_generation_config(
 ) -> None:
     (model / "generation_config.json").write_text(content)
     for line in (
-        ("generate", "--prompt", "a"),
-        ("generate", "--prompt", "a", "--runtime", "dense"),
+        ("generate --prompt a",),
+        ("generate --prompt a --runtime dense",),
         (
-            "evaluate",
-            "--suite",
+            "evaluate --suite",
             f"perplexity,file={text},seqlen=64",
             "--output",
             tmp_path / "out.json",
@@ -730,7 +724,7 @@ def test_malformed_generation_config(
 @pytest.mark.parametrize("runtime", ["sparse", "dense"])
 def test_an_end_of_text_that_is_no_number(command: Run, model: Path, runtime: str) -> None:
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, "</s>"]}))
-    done = command("generate", "--prompt", "a", "--model", model, "--runtime", runtime, code=2)
+    done = command("generate --prompt a --model", model, "--runtime", runtime, code=2)
     message = done.stderr.splitlines()[-1]
     assert message.startswith(f"error: {model / 'generation_config.json'}: eos_token_id ")
     check_sentences(message)
@@ -744,16 +738,13 @@ def test_files_nested_too_deeply(command: Run, model: Path, tmp_path: Path) -> N
     save_file({"a": torch.ones(2)}, norms, {"emp_llm": DEEP})
     out = ("--output", tmp_path / "out")
     for named, line in {
-        toml: ("prune", "--model", model, "--calibration", toml, *out),
-        f"{toml} ": ("evaluate", "--model", model, "--suite", toml, *out),
+        toml: ("prune --model", model, "--calibration", toml, *out),
+        f"{toml} ": ("evaluate --model", model, "--suite", toml, *out),
         f"{toml}": ("plan", toml, *out),
-        norms: ("prune", "--model", model, "--method", "wanda", "--activations", norms, *out),
+        norms: ("prune --method wanda --model", model, "--activations", norms, *out),
         "--device-map": (
-            "prune",
-            "--model",
+            "prune --method wanda --model",
             model,
-            "--method",
-            "wanda",
             "--device-map",
             '{"a":' + DEEP,
             *out,
@@ -768,17 +759,14 @@ def test_names_that_are_too_long(command: Run, model: Path, text: Path, tmp_path
     long = tmp_path / ("o" * 5000)
     how = ("--calibration", text, "--samples", 4, "--seqlen", 64)
     for line in (
-        ("prune", "--model", model, "--method", "magnitude", "--sparsity", 0.5, "--output", long),
-        ("calibrate", "--model", model, *how, "--output", long),
+        ("prune --method magnitude --sparsity 0.5 --model", model, "--output", long),
+        ("calibrate --model", model, *how, "--output", long),
         ("bench", model, "--output", long),
-        ("plan", "--models", model, "--output", long),
-        ("measure", "--model", model, *how, "--output", long),
+        ("plan --models", model, "--output", long),
+        ("measure --model", model, *how, "--output", long),
         (
-            "prune",
-            "--model",
+            "prune --method wanda --model",
             model,
-            "--method",
-            "wanda",
             "--activations",
             long,
             "--output",
@@ -795,8 +783,7 @@ def test_numbers_that_python_does_not_read(
     command: Run, model: Path, text: Path, tmp_path: Path, number: str
 ) -> None:
     line = (
-        "evaluate",
-        "--model",
+        "evaluate --model",
         model,
         "--suite",
         f"perplexity,file={text}",
@@ -816,7 +803,7 @@ def test_names_in_files_cannot_write_to_the_terminal(
     name = r'"nobody/\u001b[2J\u009b2J\nerror: all is well"'
     recipe.write_text(f"dataset = {name}")
     suite.write_text(f"[perplexity]\ndataset = {name}")
-    for line in (("prune", "--calibration", recipe), ("evaluate", "--suite", suite)):
+    for line in (("prune --calibration", recipe), ("evaluate --suite", suite)):
         done = command(*line, "--model", model, "--output", tmp_path / "out", code=2)
         assert "the data set cannot be loaded" in done.stderr
         assert not set(done.stderr) & set("\x1b\x9b")

@@ -214,13 +214,10 @@ def test_the_models_own_text_begins_and_is_read_again(evaluable: Any) -> None:
 )
 def test_wrong_input(models: Any, command: Run, calibration: str, told: str) -> None:
     done = command(
-        "calibrate",
-        "--model",
+        "calibrate --output norms --model",
         models("gemma2"),
         "--calibration",
         calibration,
-        "--output",
-        "norms",
         code=2,
     )
     assert told in done.stderr

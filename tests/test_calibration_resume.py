@@ -350,8 +350,7 @@ def test_ranks_resume_together(
     """
     expected = calibrated(deep, text, tmp_path / "whole", batch_size=1)
     options = [
-        "calibrate",
-        "--model",
+        "calibrate --batch-size 1 --model",
         deep,
         "--calibration",
         text,
@@ -359,8 +358,6 @@ def test_ranks_resume_together(
         SAMPLES,
         "--seqlen",
         LENGTH,
-        "--batch-size",
-        1,
     ]
     line = [*options, "--device-map", "cpu", "--execution", "blocks", "--output", "out"]
     write = passes.write_bytes
@@ -413,8 +410,7 @@ def test_ranks_resume_together(
 
 def test_the_dry_run_counts_the_state(deep: Path, text: Path, command: Callable[..., Any]) -> None:
     line = [
-        "prune",
-        "--model",
+        "prune --dry-run --execution blocks --model",
         deep,
         "--calibration",
         text,
@@ -422,9 +418,6 @@ def test_the_dry_run_counts_the_state(deep: Path, text: Path, command: Callable[
         SAMPLES,
         "--seqlen",
         LENGTH,
-        "--dry-run",
-        "--execution",
-        "blocks",
     ]
     assert format_bytes(2 * STATE) in command(*line).stdout
     assert "--no-resumable-calibration" not in command(*line, "--no-resumable-calibration").stdout

@@ -341,14 +341,7 @@ def test_nothing_published_names_a_folder(
     output = home / "runs" / "second"
     prune(model=home / "models" / "llama", method="emp-magnitude", output=first)
     line = [
-        "prune",
-        "--model",
-        "models/llama",
-        "--method",
-        "wanda",
-        "--match",
-        "../somebody/runs/first",
-        "--output",
+        "prune --model models/llama --method wanda --match ../somebody/runs/first --output",
         output,
     ]
     line += [
@@ -365,12 +358,7 @@ def test_nothing_published_names_a_folder(
     assert code == 0, err
     results = [home / "second.json", home / "second-baseline.json"]
     line = [
-        "evaluate",
-        "--model",
-        "runs/second",
-        "--baseline",
-        "models/llama",
-        "--suite",
+        "evaluate --model runs/second --baseline models/llama --suite",
         home / "suites" / "lamps.toml",
     ]
     code, _, err = client.command(home, *line, "--output", results[0])

@@ -159,7 +159,7 @@ def test_a_large_rise_names_what_costs_less(options: dict[str, Any], cheaper: st
 def test_a_run_that_needs_no_text_is_checked_on_a_named_one(
     models: Models, text: Path, norms: Callable[[str], Path], command: Any
 ) -> None:
-    line = ["prune", models("llama"), "--output", "out", "--overwrite"]
+    line = ["prune --output out --overwrite", models("llama")]
     named = ["--calibration", text, "--samples", SAMPLES, "--seqlen", LENGTH]
     for how in (["--method", "magnitude"], ["--activations", norms("llama")]):
         done = command(*line, *how)

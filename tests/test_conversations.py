@@ -97,20 +97,10 @@ def test_a_model_is_calibrated_on_a_chat(evaluable: Any, tmp_path: Path, command
     model is loaded.
     """
     write(tmp_path / "chat.jsonl", "messages", CHATS)
-    line = (
-        "calibrate",
-        "--calibration",
-        "chat.jsonl",
-        "--samples",
-        2,
-        "--seqlen",
-        16,
-        "--output",
-        "norms",
-    )
-    done = command(*line, "--model", evaluable("llama"), code=2)
+    line = "calibrate --calibration chat.jsonl --samples 2 --seqlen 16 --output norms"
+    done = command(line, "--model", evaluable("llama"), code=2)
     assert "no chat template" in done.stderr
     model = Path(shutil.copytree(evaluable("llama"), tmp_path / "model"))
     (model / "chat_template.jinja").write_text(TEMPLATE)
-    command(*line, "--model", model)
+    command(line, "--model", model)
     assert (tmp_path / "norms").is_file()

@@ -138,9 +138,7 @@ def test_wrong_fields_on_the_command_line(
         (("--calibration", "wikitext2,samples=0"), "samples must be at least 1, got 0"),
         (("--samples", "0"), "--samples must be at least 1, got 0"),
     ):
-        done = command(
-            "calibrate", "--model", models("llama"), "--output", "norms", *options, code=2
-        )
+        done = command("calibrate --output norms --model", models("llama"), *options, code=2)
         assert told in done.stderr
         assert "Traceback" not in done.stderr
         assert not (tmp_path / "norms").exists()

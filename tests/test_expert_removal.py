@@ -479,15 +479,8 @@ def test_two_ranks_choose_the_same_experts(make: Any, tmp_path: Path) -> None:
         "float32",
     ]
     line = [
-        "prune",
-        "--model",
+        "prune --structure experts --beta 1 --output two --model",
         str(make("mixtral")),
-        "--structure",
-        "experts",
-        "--beta",
-        "1",
-        "--output",
-        "two",
         *text,
     ]
     (tmp_path / "logs").mkdir()

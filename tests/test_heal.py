@@ -1142,7 +1142,7 @@ def test_a_step_is_four_sequences_on_three_ranks(
     """Whole and by blocks, as in one process, but for the order of the sums."""
     how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS, "device_map": device_map}
     alone = prune(models("llama"), output=tmp_path / "alone", **how)
-    line = ["prune", models("llama"), "--method", "wanda", "--batch-size", 3, "--heal"]
+    line = ["prune --method wanda --batch-size 3 --heal", models("llama")]
     line += ["--heal-steps", STEPS, "--device-map", device_map, "--output", "out"]
     line += ["--calibration", given["calibration"], "--samples", 10, "--seqlen", 32]
     done = launch(3, tmp_path, tmp_path_factory.mktemp("logs"), *line)
@@ -1172,7 +1172,7 @@ def test_a_rank_that_dies_while_blocks_heal(
 
         blocks._heal = heal
 
-    line = ["prune", models("llama"), "--method", "wanda", "--batch-size", 2, "--heal"]
+    line = ["prune --method wanda --batch-size 2 --heal", models("llama")]
     line += ["--heal-steps", STEPS, "--device-map", "disk", "--output", "out"]
     line += ["--calibration", given["calibration"], "--samples", 10, "--seqlen", 32]
     done = launch(2, tmp_path, tmp_path_factory.mktemp("logs"), *line, prepare=die)
@@ -1188,7 +1188,7 @@ def test_a_rank_that_dies_while_blocks_heal(
 def test_too_few_sequences_for_the_ranks(
     models: Models, given: dict[str, Any], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    line = ["heal", "plain", "--dense", models("llama"), "--heal-steps", 1]
+    line = ["heal plain --heal-steps 1 --dense", models("llama")]
     line += ["--device-map", "disk", "--output", "out"]
     line += ["--calibration", given["calibration"], "--samples", 6, "--seqlen", 32]
     prune(models("llama"), output=tmp_path / "plain", method="magnitude")

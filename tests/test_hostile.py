@@ -296,11 +296,8 @@ def test_a_header_of_odd_length(model: Path, tmp_path: Path, command: Run) -> No
         shard.write_bytes((len(header) + 1).to_bytes(8, "little") + header + b" " + data)
     for source in (model, odd):
         line = (
-            "prune",
-            "--model",
+            "prune --method emp-magnitude --model",
             source,
-            "--method",
-            "emp-magnitude",
             "--output",
             source.with_suffix(".out"),
         )
@@ -487,7 +484,7 @@ class TestPacked:
         for check in (True, False):
             with pytest.raises(UserError, match=match):
                 load(folder, check=check)
-        done = command("generate", "--model", folder, "--prompt", "a", "--device", "cpu", code=2)
+        done = command("generate --prompt a --device cpu --model", folder, code=2)
         assert (done.stderr.count("\n"), done.stderr[:7]) == (1, "error: ")
 
     def test_a_tensor_in_two_shards(self, folder: Path) -> None:

@@ -41,36 +41,36 @@ def offline(hub_home: Path) -> Iterator[Client]:
 def test_download_prune_and_prune_again_offline(
     hub: Hub, client: Client, offline: Client, tmp_path: Path
 ) -> None:
-    line = ["prune", "--method", "magnitude", "--model", "someone/tiny"]
-    client.succeed(tmp_path, *line)
-    code, _, err = client.command(tmp_path, *line, "--revision", "v9", "--output", "b")
+    line = "prune --method magnitude --model someone/tiny"
+    client.succeed(tmp_path, line)
+    code, _, err = client.command(tmp_path, line, "--revision", "v9", "--output", "b")
     assert (code, "no such branch or revision" in err) == (2, True), err
     assert not any(path.endswith((".bin", ".pth")) for path in hub.asked)
     output = tmp_path / "tiny-magnitude"  # named after the repository, in the current folder
     report = (output / "emp_report.json").read_text()
     assert COMMIT in report
     assert TOKEN not in report
-    offline.succeed(tmp_path, *line, "--output", "again")
+    offline.succeed(tmp_path, line, "--output", "again")
     assert oracle.shards(output) == oracle.shards(tmp_path / "again")
 
 
 def test_a_dry_run_downloads_no_weights(client: Client, hub_home: Path, tmp_path: Path) -> None:
-    line = ("prune", "--model", "someone/fresh")
+    line = "prune --model someone/fresh"
     known_by_weights = ("--method", "emp-magnitude", "--dry-run")
-    wanda = client.succeed(tmp_path, *line, "--dry-run")
-    magnitude = client.succeed(tmp_path, *line, *known_by_weights)
+    wanda = client.succeed(tmp_path, line, "--dry-run")
+    magnitude = client.succeed(tmp_path, line, *known_by_weights)
     neurons = client.succeed(
-        tmp_path, *line, "--structure", "neurons", "--method", "magnitude", "--dry-run"
+        tmp_path, line, "--structure", "neurons", "--method", "magnitude", "--dry-run"
     )
     assert not [*hub_home.rglob("models--someone--fresh/**/*.safetensors")]
     assert "a dry run downloads none" in magnitude
     assert "found: " in neurons
-    client.succeed(tmp_path, *line, "--method", "magnitude", "--output", "whole")
+    client.succeed(tmp_path, line, "--method", "magnitude", "--output", "whole")
     assert (
-        client.succeed(tmp_path, *line, "--dry-run").partition("disk")[0]
+        client.succeed(tmp_path, line, "--dry-run").partition("disk")[0]
         == wanda.partition("disk")[0]
     )
-    curve = client.succeed(tmp_path, *line, *known_by_weights)
+    curve = client.succeed(tmp_path, line, *known_by_weights)
     assert "beta" in curve
     assert "a dry run downloads none" not in curve
 
@@ -78,10 +78,10 @@ def test_a_dry_run_downloads_no_weights(client: Client, hub_home: Path, tmp_path
 def test_a_packed_model_runs_by_its_name(client: Client, checkpoint: Path, tmp_path: Path) -> None:
     """Files that a model does not need, such as its card and its norms, are not downloaded."""
     line = ("--prompt", "The lamp", "--max-new-tokens", 4, "--device", "cpu")
-    code, text, err = client.command(tmp_path, "generate", "--model", "user/packed", *line)
+    code, text, err = client.command(tmp_path, "generate --model user/packed", *line)
     assert (code, "linear layers packed" in err) == (0, True), err
     assert (
-        client.succeed(tmp_path, "generate", "--model", checkpoint, *line, "--runtime", "dense")
+        client.succeed(tmp_path, "generate --model", checkpoint, *line, "--runtime", "dense")
         == text
     )
 
@@ -97,13 +97,8 @@ def test_a_revision_is_compared_with_its_main_branch(
     files[name] = files[name][:-2] + b"\x40\x40"
     repository.branches["other"] = [Commit(other, "other weights", files)]
     line = (
-        "evaluate",
-        "--suite",
+        "evaluate --device-map cpu --model user/two --suite",
         f"{hub_suite},limit=1",
-        "--device-map",
-        "cpu",
-        "--model",
-        "user/two",
     )
     for revision, baseline, shown in (
         (("--revision", "other"), "user/two", (COMMIT, other)),
@@ -313,7 +308,7 @@ def test_a_suite_prepared_with_a_network_runs_without(
 ) -> None:
     model = Path(__file__).parents[1] / "scripts" / "demo" / "model"
     write_suite(tmp_path)
-    line = ["evaluate", "--suite", "mine.toml", "--model", model]
+    line = ["evaluate --suite mine.toml --model", model]
     code, _, err = offline.command(tmp_path, *line)
     assert (
         code,

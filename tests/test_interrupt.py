@@ -46,7 +46,7 @@ def test_a_run_that_is_stopped_half_way(
     (folder / "out").mkdir(parents=True)
     (folder / "out" / "emp_report.json").write_text("{}")
     logs.mkdir()
-    line = ["prune", "--model", models("llama"), "--method", "magnitude", "--targets", TARGETS]
+    line = ["prune --method magnitude --model", models("llama"), "--targets", TARGETS]
     line += ["--output", "out", "--overwrite"]
     done = launch(1, folder, logs, *line, prepare=lambda: stop_half_way(number))
     assert done.codes == [CODES[signal.Signals(number)]]

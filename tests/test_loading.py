@@ -142,9 +142,9 @@ def test_all_commands_that_load_refuse(
     (tmp_path / "suite.toml").write_text(f'[perplexity]\nfile = "{text}"\nseqlen = 64\n')
     given = ["--calibration", text, "--samples", 2, "--seqlen", 32, "--device-map", "cpu"]
     for line in (
-        ["calibrate", "--model", folder, "--output", "norms", *given],
-        ["prune", "--model", folder, "--output", "out", *given],
-        ["evaluate", "--model", folder, "--suite", "suite.toml", "--device-map", "cpu"],
+        ["calibrate --output norms --model", folder, *given],
+        ["prune --output out --model", folder, *given],
+        ["evaluate --suite suite.toml --device-map cpu --model", folder],
     ):
         done = command(*line, code=2)
         assert re.search(

@@ -147,17 +147,10 @@ def test_wrong_options(models: Models, tmp_path: Path, changes: Record, says: st
 
 def test_from_the_command_line(models: Models, text: Path, command: Run, tmp_path: Path) -> None:
     line = [
-        "measure",
-        "--model",
+        "measure --samples 4 --seqlen 64 --output m.json --model",
         models("llama"),
         "--calibration",
         text,
-        "--samples",
-        4,
-        "--seqlen",
-        64,
-        "--output",
-        "m.json",
     ]
     done = command(*line)
     for words in ("wanda, order 2", "mlp.down_proj x 2", "wanda, order 2: removed % at beta"):

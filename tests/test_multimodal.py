@@ -314,7 +314,7 @@ def test_roles_tell_encoder_and_decoder_apart(pruned: Pruned, name: str) -> None
 
 
 def test_a_dry_run_names_what_stays_dense(towers: Towers, command: Run) -> None:
-    done = command("prune", "--model", towers("llava"), "--method", "magnitude", "--dry-run")
+    done = command("prune --method magnitude --dry-run --model", towers("llava"))
     match = re.search(
         r"stay dense, of all parameters: model\.vision_tower \((.*) %\), model\.multi_modal_pro.* "
         r"\((.*) %\)",
@@ -428,13 +428,10 @@ def test_refusals(
         given += ["--calibration", str(text), "--samples", "2", "--seqlen", "32"]
     folder = towers(name) if name in FAMILIES else models(name)
     done = command(
-        "prune",
-        "--model",
+        "prune --device-map cpu --model",
         folder,
         "--output",
         tmp_path / "out",
-        "--device-map",
-        "cpu",
         *given,
         *options,
         code=2,
@@ -460,17 +457,12 @@ def test_an_architecture_that_transformers_does_not_know(
         towers("llava"), tmp_path / "model", model_type="future_vl", architectures=["FutureVL"]
     )
     line = (
-        "prune",
-        "--model",
+        "prune --samples 2 --seqlen 32 --model",
         folder,
         "--output",
         tmp_path / "out",
         "--calibration",
         text,
-        "--samples",
-        2,
-        "--seqlen",
-        32,
     )
     done = command(*line, code=2)
     assert re.search(
@@ -479,9 +471,7 @@ def test_an_architecture_that_transformers_does_not_know(
         done.stderr,
     )
     assert "--trust-remote-code" not in done.stderr
-    done = command(
-        "prune", "--model", folder, "--output", tmp_path / "out", "--method", "magnitude"
-    )
+    done = command("prune --method magnitude --model", folder, "--output", tmp_path / "out")
     assert changed_names(folder, tmp_path / "out") == {
         name for name in oracle.tensors(folder) if re.fullmatch(FAMILIES["llava"].mlp, name)
     }
@@ -490,14 +480,14 @@ def test_an_architecture_that_transformers_does_not_know(
         folder, tmp_path / "code", auto_map={"AutoModelForImageTextToText": "modeling.FutureVL"}
     )
     done = command(
-        "prune", "--model", code, "--output", tmp_path / "other", "--calibration", text, code=2
+        "prune --model", code, "--output", tmp_path / "other", "--calibration", text, code=2
     )
     assert "if you trust it, add --trust-remote-code" in done.stderr
 
 
 def test_a_model_without_a_language_tower(tmp_path: Path, text: Path, command: Run) -> None:
     ViTForImageClassification(ViTConfig(**multimodal.CLIP)).save_pretrained(tmp_path / "vit")
-    line = ("prune", "--model", tmp_path / "vit", "--output", tmp_path / "out")
+    line = ("prune --model", tmp_path / "vit", "--output", tmp_path / "out")
     done = command(*line, "--method", "magnitude", code=2)
     assert re.search(
         r"--tower language: .*has no language tower; its layers belong to: "

@@ -83,7 +83,7 @@ def refused(command: Run, models: Callable[[str], Path], tmp_path: Path) -> Refu
 
     def call(match: str, *options: object) -> None:
         done = command(
-            "prune", "--model", models("llama"), *options, "--output", tmp_path / "out", code=2
+            "prune --model", models("llama"), *options, "--output", tmp_path / "out", code=2
         )
         assert (
             len(
@@ -115,9 +115,7 @@ def test_a_criterion_by_name_prunes_by_its_scores(
     # emp-my_ria is the default with this criterion.
     how = ["--method", method] if method == "my_ria" else []
     given = ["--calibration", text, "--samples", 4, "--seqlen", 64, "--device-map", "cpu"]
-    command(
-        "prune", "--model", source, "--criterion", "my_scores:my_ria", *how, *given, "--output", out
-    )
+    command("prune --criterion my_scores:my_ria --model", source, *how, *given, "--output", out)
     norms = oracle.load_norms(out / "emp_llm" / "activations.safetensors")
     for layer, tensor in targets(out).items():
         size = np.abs(oracle.weight(source, tensor))
@@ -177,7 +175,7 @@ def test_a_criterion_of_a_script_is_kept_beside_the_report(
     runpy.run_path(str(script), run_name="__main__")
     assert report_of(tmp_path / "saved")["recipe"]["score"]["own"]["function"] == "nb3.py:my_score"
     script.unlink()
-    line = ["verify", "saved", "--source", models("llama")]
+    line = ["verify saved --source", models("llama")]
     (given,) = re.findall(r"--criterion (\S+): this runs", command(*line, code=2).stderr)
     assert "0 differences" in command(*line, "--criterion", given).stdout
 
@@ -188,7 +186,7 @@ def test_a_criterion_without_a_file(
     names = {"__name__": "__main__"}
     exec("def my_score(weight):\n    return weight.abs()", names)
     prune(model=models("llama"), criterion=names["my_score"], output=tmp_path / "out")
-    refused = command("verify", "out", "--source", models("llama"), code=2).stderr
+    refused = command("verify out --source", models("llama"), code=2).stderr
     assert "Write it to one, and add --criterion FILE.py:my_score" in refused
     assert not (tmp_path / "out" / "emp_llm").exists()
 

@@ -391,7 +391,7 @@ def test_refused_with_the_remedy(
 def test_from_the_shell(
     pruned: Callable[[str], Path], models: Models, command: Run, tmp_path: Path
 ) -> None:
-    done = command("pack", pruned("llama"), "packed", "--mask-only")
+    done = command("pack --mask-only", pruned("llama"), "packed")
     assert "tensors sparse" in done.stdout
     unpack(tmp_path / "packed", tmp_path / "back", base=str(models("llama")))
     AutoModelForCausalLM.from_pretrained(tmp_path / "back")

@@ -275,7 +275,7 @@ def test_wrong_variables(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    done = command("prune", "--model", models("llama"), "--method", "emp-magnitude", code=2)
+    done = command("prune --method emp-magnitude --model", models("llama"), code=2)
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
 

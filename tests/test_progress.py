@@ -162,14 +162,8 @@ def test_a_quiet_run_shows_its_result_and_warnings(
     models: Any, tmp_path: Path, command: Run
 ) -> None:
     line = (
-        "prune",
-        "--model",
+        "prune --method emp-magnitude --overwrite --output out --model",
         models("llama"),
-        "--method",
-        "emp-magnitude",
-        "--overwrite",
-        "--output",
-        "out",
     )
     usual = command(*line)
     quiet = command(*line, "-q")
@@ -186,17 +180,10 @@ def test_a_quiet_run_shows_its_result_and_warnings(
 
 def test_a_verbose_run_tells_sizes_times_and_memory(models: Any, text: Path, command: Run) -> None:
     line = (
-        "prune",
-        "--model",
+        "prune --samples 4 --seqlen 64 --output out --model",
         models("llama"),
         "--calibration",
         text,
-        "--samples",
-        4,
-        "--seqlen",
-        64,
-        "--output",
-        "out",
     )
     done = command(*line, "--device-map", "cpu", "-v")
     told = [
@@ -214,10 +201,10 @@ def test_a_verbose_run_tells_sizes_times_and_memory(models: Any, text: Path, com
     ]
     told += ["peak memory ", "prune: finished in ", "emp-llm prune: finished in "]
     assert [words for words in told if words not in done.stderr] == []
-    packed = command("pack", "out", "packed", "--verbose")
+    packed = command("pack out packed --verbose")
     assert re.search(r"^pack: [\d.]+kB in ", packed.stderr, re.MULTILINE)
     assert "emp-llm pack: finished in " in packed.stderr
-    assert "begins" not in command("pack", "out", "packed", "--overwrite").stderr
+    assert "begins" not in command("pack out packed --overwrite").stderr
 
 
 def test_small_numbers_are_whole(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:

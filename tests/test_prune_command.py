@@ -41,19 +41,19 @@ ROOT = Path(__file__).parents[1]
 def test_a_dry_run_beside_an_existing_output(models: Models, tmp_path: Path, command: Run) -> None:
     """The default output of an earlier run is no obstacle, and stays; other files are refused."""
     shutil.copytree(models("llama"), tmp_path / "model")
-    line = ("prune", "--model", "model", "--method", "magnitude")
-    command(*line)
+    line = "prune --model model --method magnitude"
+    command(line)
     before = (tmp_path / "model-magnitude" / "emp_report.json").stat().st_mtime_ns
-    done = command(*line, "--dry-run")
+    done = command(line, "--dry-run")
     assert (
         "at model-magnitude (it exists: name another --output, or add --overwrite)" in done.stdout
     )
-    assert "it exists" not in command(*line, "--dry-run", "--overwrite").stdout
-    assert "it exists" in command(*line, code=2).stderr
+    assert "it exists" not in command(line, "--dry-run", "--overwrite").stdout
+    assert "it exists" in command(line, code=2).stderr
     assert (tmp_path / "model-magnitude" / "emp_report.json").stat().st_mtime_ns == before
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("all of it")
-    assert "not a model folder" in command(*line, "--dry-run", "--output", "out", code=2).stderr
+    assert "not a model folder" in command(line, "--dry-run", "--output", "out", code=2).stderr
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_a_dry_run_shows_the_sparsity_at_each_beta(
     """For methods without activations at once; for the others with an activations file, and a
     sentence without one.
     """
-    line = ("prune", "--model", models("llama"), "--dry-run", "--output", "out", "--method")
+    line = ("prune --dry-run --output out --model", models("llama"), "--method")
     head = "emp-magnitude, order 2, group row: removed % at beta    0.5    0.6    0.7"
     done = command(*line, "emp-magnitude")
     assert head in done.stdout
@@ -333,11 +333,11 @@ def test_an_early_interrupt_leaves_no_traceback(tmp_path: Path, moment: str) -> 
 def test_help_fits_on_a_screen_and_help_all_has_the_rest(
     command: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    short = command("prune", "--help")
-    everything = command("prune", "--help", "all")
+    short = command("prune --help")
+    everything = command("prune --help all")
     for columns in (80, 100):
         monkeypatch.setenv("COLUMNS", str(columns))
-        shown = command("prune", "-h").stdout
+        shown = command("prune -h").stdout
         assert len(shown.splitlines()) <= 60
         assert max(map(len, shown.splitlines())) <= columns
     for name in (
@@ -394,7 +394,7 @@ def test_every_option_of_a_long_help_has_a_group() -> None:
 
 
 def test_short_flags(models: Models, tmp_path: Path, command: Run) -> None:
-    command("prune", "-m", models("llama"), "--method", "magnitude", "-o", "short", "-q")
+    command("prune --method magnitude -o short -q -m", models("llama"))
     assert (tmp_path / "short" / "emp_report.json").is_file()
 
 
@@ -486,26 +486,25 @@ def test_bash_completes(command: Run, tmp_path: Path) -> None:
 def test_misspelt_names_are_answered_with_the_nearest(models: Models, command: Run) -> None:
     assert "Did you mean prune?" in command("prnue", code=2).stderr
     assert "Did you mean" not in command("xyzzy", code=2).stderr
-    unknown = command("prune", models("llama"), "--methd", "wanda", code=2).stderr
+    unknown = command("prune --methd wanda", models("llama"), code=2).stderr
     assert unknown.startswith("error: No such option")
     assert "--methd" in unknown
     assert "--method" in unknown
     assert "emp-llm prune --help" in unknown
     assert (
         "Did you mean emp-wanda?"
-        in command("prune", "-m", models("llama"), "--method", "emp-wnada", code=2).stderr
+        in command("prune --method emp-wnada -m", models("llama"), code=2).stderr
     )
     assert (
-        "Did you mean demo?"
-        in command("prune", models("llama"), "--calibration", "dmo", code=2).stderr
-    )
-    assert (
-        "Did you mean magnitude?"
-        in command("sweep", "-m", models("llama"), "--methods", "wanda,magnitud", code=2).stderr
+        "Did you mean demo?" in command("prune --calibration dmo", models("llama"), code=2).stderr
     )
     assert (
         "Did you mean magnitude?"
-        in command("measure", "-m", models("llama"), "--criteria", "magnitud", code=2).stderr
+        in command("sweep --methods wanda,magnitud -m", models("llama"), code=2).stderr
+    )
+    assert (
+        "Did you mean magnitude?"
+        in command("measure --criteria magnitud -m", models("llama"), code=2).stderr
     )
 
 
@@ -556,7 +555,7 @@ def test_versions_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_shares_in_percent(models: Models, tmp_path: Path, command: Run) -> None:
     """In every option that takes a number, and in lists of numbers."""
-    line = ("prune", models("llama"), "--method", "magnitude", "--output", tmp_path / "out")
+    line = ("prune --method magnitude", models("llama"), "--output", tmp_path / "out")
     command(*line, "--sparsity", "28.7%")
     assert read_report(tmp_path / "out").recipe.counts.sparsity == 0.287
     assert parse_numbers("50%, 0.5,7 %", "--sparsities") == [0.5, 0.5, 0.07]

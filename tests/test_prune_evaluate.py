@@ -59,7 +59,7 @@ def terminate_when(
 @pytest.fixture(scope="module")
 def line(evaluable: Models, task_suite: Path) -> list[object]:
     options = ("--method", "emp-magnitude", "--evaluate", task_suite, "--device-map", "cpu")
-    return ["prune", "--model", evaluable("llama"), *options]
+    return ["prune --model", evaluable("llama"), *options]
 
 
 @pytest.fixture(scope="module")

@@ -312,15 +312,8 @@ def test_prune_pushes_and_everything_loads_by_its_name(
     hub: Hub, client: Client, hub_suite: Path, tmp_path: Path
 ) -> None:
     line = [
-        "prune",
-        "--model",
-        "user/dense",
-        "--calibration",
+        "prune --model user/dense --samples 8 --seqlen 64 --calibration",
         "user/data,join= ",
-        "--samples",
-        8,
-        "--seqlen",
-        64,
     ]
     line += [
         "--push-to-hub",

@@ -77,7 +77,7 @@ def test_evaluation_with_ranks(short_demo: Path, tmp_path: Path, launched: Launc
         f'[[tasks]]\nnames = ["demo_facts", "demo_stories"]\nfolder = "{ROOT / "eval" / "demo"}"\n'
     )
     # Does not divide by 3.
-    options = ["evaluate", "--model", short_demo, "--suite", "suite.toml", "--limit", 11]
+    options = ["evaluate --suite suite.toml --limit 11 --model", short_demo]
     whole = launched(1, *options, "--output", "1.json", prepare=count_sequences)
     one = json.loads((tmp_path / "1.json").read_text())
     (total,) = counts(whole)
@@ -127,15 +127,10 @@ def test_calibrating_with_ranks(
         execution=execution,
     )
     options = [
-        "calibrate",
-        "--model",
+        "calibrate --seqlen 128 --batch-size 2 --model",
         model,
         "--calibration",
         texts,
-        "--seqlen",
-        128,
-        "--batch-size",
-        2,
     ]
     done = launched(count, *options, "--execution", execution, "--output", "all.safetensors")
     assert done.codes == [0] * count, done.error
@@ -181,17 +176,10 @@ def test_pruning_with_ranks(
     (tmp_path / "judge.txt").write_text(text.read_text()[:4000])
     (tmp_path / "suite.toml").write_text('[perplexity]\nfile = "judge.txt"\nseqlen = 256\n')
     options = [
-        "prune",
-        "--model",
+        "prune --samples 5 --seqlen 128 --batch-size 2 --model",
         model,
         "--calibration",
         text,
-        "--samples",
-        5,
-        "--seqlen",
-        128,
-        "--batch-size",
-        2,
     ]
     judged = ["--evaluate", "suite.toml"] if propagate == "dense" else []
     done = launched(2, *options, "--propagate", propagate, *judged, "--output", "all")
@@ -347,8 +335,8 @@ def test_ranks_that_read_other_files_are_told(
 
 def test_ranks_that_disagree_end_with_code_2(disks: Path, launched: Launch) -> None:
     """Each of them says why."""
-    line = ["prune", "--model", "other", "--method", "emp-magnitude"]
-    done = launched(2, *line, prepare=own_disk, folder=disks)
+    line = "prune --model other --method emp-magnitude"
+    done = launched(2, line, prepare=own_disk, folder=disks)
     assert done.codes == [2, 2]
     host = re.escape(socket.gethostname())
     for rank, error in enumerate(done.errors):

@@ -252,15 +252,12 @@ def test_two_ranks(
     ]
     words += ["--refit"] if refit else []
     line = [
-        "prune",
-        "--model",
+        "prune --device-map cpu --model",
         many_experts,
         "--method",
         method,
         "--calibration",
         text,
-        "--device-map",
-        "cpu",
         *words,
     ]
     done = launch(2, tmp_path, tmp_path_factory.mktemp("logs"), *line, "--output", "two")

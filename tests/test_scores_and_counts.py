@@ -383,7 +383,7 @@ def test_wrong_options(
     plain = {"norm": found.statistics["norm"]}
     replace(found, statistics=plain).save(tmp_path / "old")
     done = command(
-        "prune", "--model", models("llama"), *options.split(), "--output", tmp_path / "out", code=2
+        "prune --model", models("llama"), *options.split(), "--output", tmp_path / "out", code=2
     )
     assert match in done.stderr.replace("\n", " ")
     assert "Traceback" not in done.stderr

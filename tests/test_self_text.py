@@ -283,7 +283,7 @@ def test_wrong_input(
 ) -> None:
     write(tmp_path / "long.jsonl", "text", ["The lamp is lit. " * 20])
     write(tmp_path / "ids.jsonl", "input_ids", [[1, 999]])
-    done = command("prune", "--model", models("llama"), *options, "--output", "out", code=2)
+    done = command("prune --model", models("llama"), *options, "--output", "out", code=2)
     assert told in done.stderr
     assert not (tmp_path / "out").exists()
 
@@ -322,9 +322,9 @@ def test_logits_that_are_not_finite(
     kept = [*(cache_folder() / "self").glob("*")]
     line = ["--calibration", "self", "--samples", 2, "--seqlen", 16, "--output", "norms"]
     told = "logits are not finite"
-    assert told in command("calibrate", "--model", folder, *line, code=2).stderr
+    assert told in command("calibrate --model", folder, *line, code=2).stderr
     assert kept == [*(cache_folder() / "self").glob("*")]
-    line = ["generate", folder, "--prompt", "The lamp", "--max-new-tokens", 3]
+    line = ["generate --max-new-tokens 3", folder, "--prompt", "The lamp"]
     for how in ("0", "0.8"):
         assert told in command(*line, "--temperature", how, code=2).stderr
 

@@ -219,7 +219,7 @@ def test_a_command_says_what_it_skipped(
     (tmp_path / "my, rows.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     options = ["--samples", 2, "--seqlen", 32, "--output", "norms.safetensors"]
     done = command(
-        "calibrate", "--model", models("llama"), "--calibration", "my, rows.jsonl.gz", *options
+        "calibrate --model", models("llama"), "--calibration", "my, rows.jsonl.gz", *options
     )
     assert "4 of the" in done.stderr
     assert (tmp_path / "norms.safetensors").is_file()

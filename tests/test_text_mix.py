@@ -117,11 +117,8 @@ def test_wrong_mixes(
 ) -> None:
     before = sorted(texts.iterdir())
     done = command(
-        "calibrate",
-        "--model",
+        "calibrate --output norms --model",
         models("llama"),
-        "--output",
-        "norms",
         "--calibration",
         mix,
         *options,
@@ -167,20 +164,15 @@ def test_the_norms_are_those_of_both_texts_and_the_record_says_so(
     ]
     assert mix.about.tokens == 5 * LENGTH
     line = (
-        "prune",
-        "--model",
+        "prune --calibration a.txt,chat.jsonl --samples 5 --model",
         model,
-        "--calibration",
-        "a.txt,chat.jsonl",
-        "--samples",
-        5,
         "--seqlen",
         LENGTH,
     )
     dry_run = command(*line, "--execution", "blocks", "--dry-run")
     assert "disk while calibrating" in dry_run.stdout
     command(*line, "--output", "out", "--device-map", "cpu")
-    command("report", "out", "--output", "page", "--no-plots")
+    command("report out --output page --no-plots")
     assert ("a.txt, 3 x 24 tokens; chat.jsonl, 2 x 24 tokens") in (
         texts / "page" / "report.md"
     ).read_text()

@@ -87,7 +87,7 @@ def test_from_prune_by_lora_to_push(
     model = tuned_by_lora(folder, *modules)
     assert (reapply_mask(model, folder) > 0) == (family != "mixtral")  # its experts are no modules
     save(model, source, out)
-    refused = command("push", out, "me/name", "--dry-run", code=2)
+    refused = command("push --dry-run", out, "me/name", code=2)
     assert "ModelReport.load(PRUNED).save(FOLDER)" in refused.stderr
     done = command("verify", out, "--masks", folder)
     assert re.fullmatch(r"0 differences; checked \d+ tensors, \d+ targets\.\n", done.stdout)
@@ -100,7 +100,7 @@ def test_from_prune_by_lora_to_push(
     report = read_report(out)
     before = read_report(folder)
     assert (report.trained, report.matrices.keys()) == (True, before.matrices.keys())
-    shown = command("push", out, "me/name", "--dry-run").stdout
+    shown = command("push --dry-run", out, "me/name").stdout
     assert card_of(out) in shown
     assert "Then it was fine-tuned. The removed weights are still zero." in shown
     assert "Its other weights may differ from those of the base model" in shown
