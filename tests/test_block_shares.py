@@ -119,30 +119,6 @@ def test_offloaded_weights(models: Callable[[str], Path], text: Path, tmp_path: 
     assert all((first[name] == other[name]).all() for name in first)
 
 
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ({"method": "emp-wanda"}, "--shares does not go with method emp-wanda"),
-        ({"pattern": "2:4"}, "--shares cost goes with --sparsity, not with --pattern"),
-        ({"group": "all"}, "--shares cost fixes the sparsity of every block"),
-        ({"propagate": "pruned"}, "block by block, and --shares cost needs the scores of all"),
-        ({"load_in_8bit": True}, "--shares cost masks the weights in memory"),
-        ({"loss": "2%"}, "leave out --shares, or --loss"),
-        (
-            {"activations": "norms", "calibration": None},
-            "--shares cost measures held-out text, and --activations holds only norms",
-        ),
-        ({"samples": 203}, "--shares cost needs at least 6 sequences of text"),
-    ],
-)
-def test_what_does_not_go_with_it(
-    how: dict[str, Any], said: str, short_demo: Path, tmp_path: Path
-) -> None:
-    given_ = {"method": "wanda", "shares": "cost", **TEXT, "seqlen": 256, **how}
-    with pytest.raises(UserError, match=said):
-        prune(short_demo, output=tmp_path / "out", **given_)
-
-
 def test_models_in_memory_have_none(models: Callable[[str], Path]) -> None:
     with pytest.raises(UserError, match="it is for the command prune"):
         prune_model(models("llama"), recipe_of("magnitude", shares="cost"))

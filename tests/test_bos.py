@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Run
 from test_conversations import write
 from tiny import make_tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -203,22 +202,3 @@ def test_the_models_own_text_begins_and_is_read_again(evaluable: Any) -> None:
             torch.equal(first.statistics["norm"][key], again.statistics["norm"][key])
             for key in first.statistics["norm"]
         )
-
-
-@pytest.mark.parametrize(
-    ("calibration", "told"),
-    [
-        ("a.txt,bos=first", "bos=first: bos: expected str matching regex '^(auto|each|none)$'"),
-        ("a.txt,bos=each", "bos=each: the tokenizer has neither a bos_token nor an eos_token"),
-    ],
-)
-def test_wrong_input(models: Any, command: Run, calibration: str, told: str) -> None:
-    done = command(
-        "calibrate --output norms --model",
-        models("gemma2"),
-        "--calibration",
-        calibration,
-        code=2,
-    )
-    assert told in done.stderr
-    assert "Traceback" not in done.stderr

@@ -1,7 +1,6 @@
 """Calibration texts from recipes, files and data sets, as tokens; and recipes that are wrong."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -129,19 +128,6 @@ def test_wrong_fields_of_a_recipe(tmp_path: Path, line: str, told: str) -> None:
 def test_wrong_changes(changes: str, told: str) -> None:
     with pytest.raises(UserError, match=told):
         find_corpus(f"wikitext2,{changes}")
-
-
-def test_wrong_fields_on_the_command_line(
-    models: Callable[[str], Path], tmp_path: Path, command: Callable[..., Any]
-) -> None:
-    for options, told in (
-        (("--calibration", "wikitext2,samples=0"), "samples must be at least 1, got 0"),
-        (("--samples", "0"), "--samples must be at least 1, got 0"),
-    ):
-        done = command("calibrate --output norms --model", models("llama"), *options, code=2)
-        assert told in done.stderr
-        assert "Traceback" not in done.stderr
-        assert not (tmp_path / "norms").exists()
 
 
 def test_a_recipe_is_shortened_to_the_context_and_a_request_is_refused() -> None:

@@ -405,11 +405,6 @@ def test_bad_input(options: dict[str, Any], message: str, make: Any, tmp_path: P
         )
 
 
-def test_a_dense_model_has_no_experts(models: Any, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="LlamaForCausalLM has no routed experts"):
-        prune(models("llama"), output=tmp_path / "out", structure="experts", beta=1, **SHORT)
-
-
 def test_a_size_in_place_of_a_sparsity(make: Any, models: Any, tmp_path: Path) -> None:
     """The largest model within the budget: one expert more in each layer would be too much."""
     record = structure_of(

@@ -16,7 +16,6 @@ from conftest import Run
 from safetensors.torch import load_file, save_file
 
 from emp_llm import measure, prune
-from emp_llm.common.errors import UserError
 from emp_llm.records.measure import Measure
 from emp_llm.reporting.run_tables import measure_table
 
@@ -125,24 +124,6 @@ def test_deep_models_fit_the_table() -> None:
     ]
     assert down.split()[3:] == up.split()[3:]
     assert "50.00 %" in last
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"criteria": "taylor"}, "--criteria: 'taylor' is not one of wanda, magnitude"),
-        ({"criteria": ""}, "--criteria '': expected values"),
-        ({"orders": "-2"}, "--order must be"),
-        ({"betas": "0.5,much"}, "--betas '0.5,much': expected numbers"),
-        ({"betas": "0,1"}, "--beta must be a number above 0"),
-        ({"targets": "w9"}, "--targets 'w9' matches no layer"),
-        ({"activations": Path("absent.safetensors")}, "no such activations file"),
-    ],
-)
-def test_wrong_options(models: Models, tmp_path: Path, changes: Record, says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        measure(models("llama"), output=tmp_path / "m.json", **changes)
-    assert not list(tmp_path.iterdir())
 
 
 def test_from_the_command_line(models: Models, text: Path, command: Run, tmp_path: Path) -> None:

@@ -451,13 +451,6 @@ def test_a_private_model_stays_private(models: Models, tmp_path: Path) -> None:
     } == {0o640}
 
 
-def test_the_root_of_a_file_system(models: Models) -> None:
-    with pytest.raises(UserError, match=r"--output /: it is the root of a file system"):
-        prune(models("llama"), output="/", method="emp-magnitude", overwrite=True)
-    with pytest.raises(UserError, match=r"--output /proc: it is the root of a file system"):
-        prune(models("llama"), output="/proc", method="emp-magnitude", overwrite=True)
-
-
 def _failing(*_: object) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 

@@ -256,34 +256,6 @@ def test_a_search_always_sees_pruned_blocks(
     assert oracle.shards(tmp_path / "dense") == oracle.shards(tmp_path / "pruned")
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (
-            {"propagate": "pruned", "method": "magnitude"},
-            "methods that need activations; magnitude needs none",
-        ),
-        (
-            {"propagate": "pruned", "group": "all"},
-            "--group all needs the scores of all; leave one out",
-        ),
-        ({"propagate": "pruned", "activations": "norms"}, "leave out --activations"),
-        ({"propagate": "pruned", "execution": "model"}, "leave out --execution model"),
-        ({"propagate": "both"}, "--propagate 'both' is not one of dense, pruned"),
-        ({"execution": "graph"}, "--execution 'graph' is not one of auto, model, blocks"),
-        ({"hidden_states": "ram"}, "--hidden-states 'ram' is not one of auto, device, cpu, disk"),
-        (
-            {"blocks": "model.norm"},
-            r"--blocks 'model.norm' is not a list of modules .*are: model\.layers\.",
-        ),
-    ],
-)
-def test_wrong_options(models: Models, tmp_path: Path, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        prune(model=str(models("llama")), output=tmp_path / "out", **options)
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("mode", ["model", "blocks"])
 def test_activations_that_are_not_finite(models: Models, mode: str) -> None:
     model = load_model(models("llama"), "cpu")

@@ -23,7 +23,7 @@ from conftest import Run
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import emp_llm
-from emp_llm import prune, unpack, verify
+from emp_llm import prune
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.cli import help_groups, options_from, parse
@@ -246,18 +246,6 @@ def test_an_option_with_its_default_is_given(line: str, says: str) -> None:
     groups = options_from("prune", ["llama", *line.split()]).groups
     with pytest.raises(UserError, match=re.escape(says)) if says else nullcontext():
         checked_recipe(**groups)
-
-
-def test_options_of_the_dense_model_need_it(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError,
-        match="--revision is for a comparison with the dense model; name that with --source",
-    ):
-        verify(tmp_path, revision="main")
-    with pytest.raises(
-        UserError, match="--revision main is of the dense model; name that with --base"
-    ):
-        unpack(tmp_path, tmp_path / "out", revision="main")
 
 
 def test_a_pruned_model_is_noticed(

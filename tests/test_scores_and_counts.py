@@ -5,7 +5,6 @@ emp methods.
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -335,56 +334,3 @@ def test_the_beta_is_the_smallest_that_keeps_as_many(
         or len({float(group[0][0]) for group in groups}) < len(groups)
         or abs(here - kept) < len(rows)
     )
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        (
-            "--method magnitude --score relative",
-            "--score chooses the norms of the inputs, and method magnitude needs none",
-        ),
-        (
-            "--method relative --score relative",
-            "method relative has relative norms. Leave it out",
-        ),
-        (
-            "--method wanda --count-by magnitude",
-            "--count-by does not go with method wanda: its sparsity is fixed",
-        ),
-        ("--method relative --count-by own", "--count-by does not go with method relative"),
-        (
-            "--method emp-relative --neff-dtype bfloat16",
-            "--neff-dtype bfloat16 is the paper's arithmetic for the scores",
-        ),
-        (
-            "--method emp-relative --propagate pruned --count-by own --sparsity 0.5",
-            "--sparsity needs the scores of all",
-        ),
-        (
-            "--method emp-relative --activations old",
-            "old: it has no norms relative to the outputs, which relative scores need",
-        ),
-        ("--method wanda --score relative --activations old", "Run emp-llm calibrate again"),
-        (
-            "--method emp-magnitude --sparsity 0.9999",
-            "--sparsity 0.9999: every group keeps at least one weight",
-        ),
-        ("--method emp-magnitude --sparsity 1.0", "--sparsity must be at least 0 and below 1"),
-        ("--sparsity 0.5 --beta 0.5", "--sparsity finds the beta of emp-wanda; leave out --beta"),
-        ("--sparsity 0.5 --neff-dtype bfloat16", "leave out --neff-dtype"),
-        ("--sparsity 0.5 --propagate pruned", "--sparsity needs the scores of all"),
-    ],
-)
-def test_wrong_options(
-    command: Run, models: Models, norms: Models, tmp_path: Path, options: str, match: str
-) -> None:
-    found = Activations.load(norms("llama"))
-    plain = {"norm": found.statistics["norm"]}
-    replace(found, statistics=plain).save(tmp_path / "old")
-    done = command(
-        "prune --model", models("llama"), *options.split(), "--output", tmp_path / "out", code=2
-    )
-    assert match in done.stderr.replace("\n", " ")
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "out").exists()

@@ -258,36 +258,6 @@ def test_documents_end_at_an_end_token(
     assert [place for place, token in enumerate(ids) if token == 2][:3] == [5, 11, 17]
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--calibration", "self:absent.jsonl"], "absent.jsonl: no such file"),
-        (["--calibration", "self:absent"], "'absent' is not a recipe"),
-        (
-            ["--calibration", "self:long.jsonl", "--seqlen", 16],
-            "self:long.jsonl: no prompt of 1 to 8 tokens",
-        ),
-        (["--calibration", "self:long.jsonl", "--seqlen", 1], "no prompt of 1 to 0 tokens"),
-        (
-            ["--calibration", "self", "--activations", "n.safetensors"],
-            "--activations holds the norms of a text already",
-        ),
-        (
-            ["--calibration", "ids.jsonl", "--samples", 1, "--seqlen", 2],
-            "is beyond the model's 256 tokens",
-        ),
-    ],
-)
-def test_wrong_input(
-    command: Run, models: Callable[[str], Path], tmp_path: Path, options: list[Any], told: str
-) -> None:
-    write(tmp_path / "long.jsonl", "text", ["The lamp is lit. " * 20])
-    write(tmp_path / "ids.jsonl", "input_ids", [[1, 999]])
-    done = command("prune --model", models("llama"), *options, "--output", "out", code=2)
-    assert told in done.stderr
-    assert not (tmp_path / "out").exists()
-
-
 def test_what_cannot_write_its_text(models: Callable[[str], Path], tmp_path: Path) -> None:
     t5 = make_multimodal(tmp_path / "t5", "t5")
     with pytest.raises(
