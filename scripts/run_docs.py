@@ -149,7 +149,6 @@ class _Services:
 
     def __enter__(self) -> dict[str, str]:
         server = import_module("hub_server")
-        store = import_module("hub_store")
 
         work = self._folder / "work"
         work.mkdir()
@@ -163,7 +162,7 @@ class _Services:
             }
             (work / "models").symlink_to(shared / "models")
         hub = self._stack.enter_context(
-            server.hub_server(served, users={server.TOKEN: store.User("USER")})
+            server.hub_server(served, users={server.TOKEN: server.User("USER")})
         )
         environment = {
             key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PYTHON"))

@@ -3,14 +3,10 @@ commands as a user does.
 """
 
 import gc
-import io
-import logging
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,16 +18,15 @@ if not torch.cuda.is_available():
     # Read when triton is imported, which other packages do as well.
     os.environ["TRITON_INTERPRET"] = "1"
 
-from launch import words_of
+from launch import run_here, words_of
 from runs import make_runs
 from suites import make_evaluable_model, make_suite
 from tiny import first_blocks, make_model
 
 from emp_llm import calibrate, prune
-from emp_llm.cli import main
 from emp_llm.common.errors import UserError
 
-pytest_plugins = ["hub_fixtures"]
+pytest_plugins = ["hub_client"]
 SHARED = Path(__file__).parents[2] / "shared"
 DEMO = Path(__file__).parents[1] / "scripts" / "demo" / "model"
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -219,27 +214,11 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         *arguments: object, cwd: Path = tmp_path, code: int | None = 0
     ) -> "subprocess.CompletedProcess[str]":
         line = words_of(*arguments)
-        out = io.StringIO()
-        err = io.StringIO()
-        ended = 0
-        root = logging.getLogger()
-        before = signal.getsignal(signal.SIGTERM)
-        handlers = root.handlers
-        root.handlers = []
-        level = root.level
         monkeypatch.chdir(cwd)
         monkeypatch.setattr(sys, "argv", ["emp-llm", *line])
-        try:
-            with redirect_stdout(out), redirect_stderr(err):
-                main()
-        except SystemExit as end:
-            ended = int(end.code or 0)
-        finally:
-            root.handlers = handlers
-            root.setLevel(level)
-            signal.signal(signal.SIGTERM, before)
-        assert code in (None, ended), err.getvalue()
-        return subprocess.CompletedProcess(line, ended, out.getvalue(), err.getvalue())
+        done = run_here(line)
+        assert code in (None, done.returncode), done.stderr
+        return done
 
     return call
 

@@ -5,13 +5,17 @@ A process of its own costs ten seconds of imports for each rank; a fork costs no
 """
 
 import importlib
+import io
 import logging
 import multiprocessing
 import os
+import signal
 import socket
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +57,30 @@ class Launched:
 def words_of(first: object = "", *rest: object) -> list[str]:
     """A command line: its first argument may hold several words, the others are one each."""
     return [*str(first).split(), *map(str, rest)]
+
+
+def run_here(line: list[str]) -> "subprocess.CompletedProcess[str]":
+    """Run a command line within this process: exit code, output and messages are those of one of
+    its own.
+    """
+    from emp_llm.cli import main
+
+    out = io.StringIO()
+    err = io.StringIO()
+    ended = 0
+    root = logging.getLogger()
+    level, handlers, root.handlers = root.level, root.handlers, []
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            main(line)
+    except SystemExit as end:
+        ended = int(end.code or 0)
+    finally:
+        root.handlers = handlers
+        root.setLevel(level)
+        signal.signal(signal.SIGTERM, before)
+    return subprocess.CompletedProcess(line, ended, out.getvalue(), err.getvalue())
 
 
 def launch(

@@ -15,8 +15,7 @@ from types import SimpleNamespace
 import oracle
 import pytest
 from hub_client import Client
-from hub_server import COMMIT, TOKEN, Hub
-from hub_store import Commit, repository_of
+from hub_server import COMMIT, TOKEN, Commit, Hub, repository_of
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import http_backoff
 

@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
-from hub_client import Client, card_of, contents, environment, held, shards
-from hub_fixtures import READER, STRANGER
-from hub_server import CUT, TOKEN, Hub
-from hub_store import Commit, Repository, sha256
+from hub_client import READER, STRANGER, Client, card_of, contents, environment, held, shards
+from hub_server import CUT, TOKEN, Commit, Hub, Repository, sha256
 
 from emp_llm import bench, prune, verify
 from emp_llm.checkpoint.files import file_hash
