@@ -9,6 +9,7 @@ import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stops import stopped
 from tiny import weights_of
 
 from emp_llm import ByCost, Recipe, Share, UserError, prune, prune_model, recipe_of, verify
@@ -91,21 +92,15 @@ def test_a_killed_run_resumes(short_demo: Path, tmp_path: Path) -> None:
         prune(short_demo, output=tmp_path / "whole" / "out", **how)
         how["output"] = tmp_path / "killed" / "out"
         for place, name in ((block_shares, "shares_by_cost"), (writing, "outcome_of")):
-            with pytest.MonkeyPatch.context() as inner:
-                inner.setattr(place, name, _killed)
-                with pytest.raises(KeyboardInterrupt):
-                    prune(short_demo, **how)
+            with stopped(place, name):
+                prune(short_demo, **how)
     with pytest.MonkeyPatch.context() as patch:  # what is known is not measured again
-        patch.setattr(block_shares, "costs_of_blocks", _killed)
+        patch.setattr(block_shares, "costs_of_blocks", None)
         report = prune(short_demo, **how)
     assert isinstance(report.recipe.counts.shares.removed, dict)
     assert len(set(report.recipe.counts.shares.removed.values())) == 2
     assert oracle.shards(tmp_path / "killed" / "out") == oracle.shards(tmp_path / "whole" / "out")
     assert not verify(tmp_path / "killed" / "out", source=str(short_demo)).differences
-
-
-def _killed(*_: Any, **__: Any) -> Any:
-    raise KeyboardInterrupt
 
 
 def test_offloaded_weights(models: Callable[[str], Path], text: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import tiny
 from launch import launch
+from stops import Killed, save_each_block, stopped
 
 from emp_llm import calibrate, prune, sweep
 from emp_llm.calibration import passes
@@ -44,8 +45,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """The state is saved after every block, even if the block took little time."""
-    monkeypatch.setattr(passes, "_SECONDS", 0.0)
-    monkeypatch.setattr(passes, "_RATIO", 0)
+    save_each_block(monkeypatch)
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def kill_in(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     def then_end(step: Step, **options: Any) -> None:
         run(step, **options)
         if step.index == block:
-            raise _Killed
+            raise Killed
 
     monkeypatch.setattr(Step, "run", then_end)
 
@@ -165,7 +165,7 @@ def test_an_interrupted_calibration_resumes_after_its_last_saved_block(
     assert [path.name for path in (tmp_path / "whole").iterdir()] == ["out"], "no state is left"
     with monkeypatch.context() as patch:
         end_while(patch, during)
-        with pytest.raises(_Killed):
+        with pytest.raises(Killed):
             run("killed")
     assert not (tmp_path / "killed" / "out").exists()
     (hidden,) = (tmp_path / "killed").rglob("hidden-1-0.safetensors")
@@ -186,7 +186,7 @@ def end_while(patch: pytest.MonkeyPatch, during: str) -> None:
 
     def end_before(path: Path, content: bytes) -> None:
         if path.name == last:
-            raise _Killed
+            raise Killed
         write(path, content)
 
     patch.setattr(passes, "write_bytes", end_before)
@@ -222,10 +222,8 @@ def test_no_state_is_left_by_a_run_killed_after_its_calibration(
         }
         sweep(model, output=tmp_path / "out", **options)
 
-    with monkeypatch.context() as patch:
-        patch.setattr("emp_llm.calibration.passes.delete_progress", _kill)
-        with pytest.raises(_Killed):
-            run()
+    with stopped(passes, "delete_progress"):
+        run()
     assert list(tmp_path.rglob("hidden-1-*"))
     if again == "another":
         prune(model=model, output=tmp_path / "out", method="emp-magnitude", overwrite=True)
@@ -234,10 +232,6 @@ def test_no_state_is_left_by_a_run_killed_after_its_calibration(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert not list(tmp_path.rglob("hidden-*"))
     assert not (tmp_path / "out" / ".calibration").exists()
-
-
-def _kill(folder: Path) -> None:
-    raise _Killed
 
 
 @pytest.mark.usefixtures("eager")
@@ -263,7 +257,7 @@ def test_another_calibration_starts_over(
     expected = run("whole", **change)
     with monkeypatch.context() as patch:
         kill_in(patch, 2)
-        with pytest.raises(_Killed):
+        with pytest.raises(Killed):
             run("killed")
     runs.clear()
     assert run("killed", **change) == expected

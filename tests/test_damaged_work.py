@@ -7,7 +7,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torture
 import transformers
 from blake3 import blake3
 from safetensors.torch import load_file, save_file
+from stops import save_each_block, stopped, stopped_in_call
 from torch import Tensor, nn
 
 from emp_llm import calibrate, heal, prune
@@ -36,41 +38,19 @@ Models = Callable[[str], Path]
 Damage = Callable[[Path], object]
 
 
-class _Killed(BaseException):
-    pass
-
-
-def killed_in_call(owner: Any, name: str, number: int, run: Callable[[], object]) -> None:
-    """Run, and raise before the `number`-th call of a function, from 0."""
-    call = getattr(owner, name)
-    calls = 0
-
-    def counted(*given: Any, **how: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls > number:
-            raise _Killed
-        return call(*given, **how)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, counted)
-        with pytest.raises(_Killed):
-            run()
-
-
 class Work:
     """A command, the files of its undisturbed run, and a killed run to damage.
 
     Args:
         run: the command, given an output.
-        kill: kills it.
+        kill: within it, the command is killed.
         folder: empty.
     """
 
     def __init__(
         self,
         run: Callable[[Path], object],
-        kill: Callable[[Callable[[], object]], None],
+        kill: AbstractContextManager[None],
         folder: Path,
     ) -> None:
         self._run = run
@@ -80,7 +60,8 @@ class Work:
         run(whole / "out")
         self._bytes = torture.snapshot(whole)
         self._killed.mkdir()
-        kill(lambda: run(self._killed / "out"))
+        with kill:
+            run(self._killed / "out")
         assert not (self._killed / "out").exists()
 
     def check(
@@ -139,11 +120,11 @@ def given(text: Path) -> dict[str, Any]:
     return {"calibration": str(text), "samples": 8, "seqlen": 32, "device_map": "cpu"}
 
 
-@pytest.fixture(autouse=True)
-def _states_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a calibration, after each block."""
-    monkeypatch.setattr(passes, "_SECONDS", 0.0)
-    monkeypatch.setattr(passes, "_RATIO", 0)
+@pytest.fixture(scope="module", autouse=True)
+def _states_are_saved() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        save_each_block(patch)
+        yield
 
 
 # A refit that is killed while it writes.
@@ -154,7 +135,7 @@ def refit(sharded: Path, given: dict[str, Any], tmp_path_factory: pytest.TempPat
     how = given | {"method": "wanda", "refit": True, "targets": "all-linear", "check": False}
     return Work(
         lambda output: prune(sharded, output=output, **how),
-        partial(killed_in_call, writing._ShardFile, "put_rows", 9),
+        stopped_in_call(writing._ShardFile, "put_rows", 10),
         tmp_path_factory.mktemp("refit"),
     )
 
@@ -273,7 +254,7 @@ def heads(models: Models, given: dict[str, Any], tmp_path_factory: pytest.TempPa
     how = given | {"structure": "heads", "method": "taylor", "sparsity": 0.5}
     return Work(
         lambda output: prune(models("llama"), output=output, **how),
-        partial(killed_in_call, prune_structure, "compare_models", 0),
+        stopped(prune_structure, "compare_models"),
         tmp_path_factory.mktemp("heads"),
     )
 
@@ -337,14 +318,11 @@ def test_crafted_shares(
 @pytest.fixture(scope="module")
 def norms(models: Models, given: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Work:
     how = given | {"execution": "blocks"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(passes, "_SECONDS", 0.0)
-        patch.setattr(passes, "_RATIO", 0)
-        return Work(
-            lambda output: calibrate(models("llama"), output=output, **how),
-            partial(killed_in_call, passes, "_run_tail", 0),
-            tmp_path_factory.mktemp("norms"),
-        )
+    return Work(
+        lambda output: calibrate(models("llama"), output=output, **how),
+        stopped(passes, "_run_tail"),
+        tmp_path_factory.mktemp("norms"),
+    )
 
 
 @pytest.mark.parametrize("damage", [flip, cut, put_folder])
@@ -421,7 +399,7 @@ def healing(
     how = given | {"device_map": "disk", "heal_steps": 2, "dense": str(model)}
     return Work(
         lambda output: heal(folder / "plain", output=output, **how),
-        partial(killed_in_call, training, "_overwrite", 1),
+        stopped_in_call(training, "_overwrite", 2),
         folder,
     )
 

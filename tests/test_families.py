@@ -6,6 +6,7 @@ import json
 import logging
 from contextlib import closing
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
+from stops import save_each_block, stopped_when
 from tiny import make_tokenizer, random_model
 from transformers import AutoModelForCausalLM
 
 from emp_llm import calibrate, prune, prune_model, verify
-from emp_llm.calibration import passes
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
 from emp_llm.healing.memory import Sizes, hidden_width
@@ -265,23 +266,14 @@ def test_blocks_that_hand_on_more_than_hidden_states(
 def test_a_calibration_of_such_blocks_resumes_with_what_they_handed_on(
     folder_of: Any, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(passes, "_SECONDS", 0.0)
-    monkeypatch.setattr(passes, "_RATIO", 0)
+    save_each_block(monkeypatch)
     source = folder_of(name)
     options = {"calibration": text, "samples": 4, "seqlen": 24}
     whole = calibrate(source, output=tmp_path / "whole", execution="model", **options)
-    run = Step.run
-
-    def killed(step: Step, **kwargs: Any) -> None:
-        if step.index == 2:
-            raise KeyboardInterrupt
-        run(step, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Step, "run", killed)
-        with pytest.raises(KeyboardInterrupt):
-            calibrate(source, output=tmp_path / "blocks", execution="blocks", **options)
-    blocks = calibrate(source, output=tmp_path / "blocks", execution="blocks", **options)
+    again = partial(calibrate, source, output=tmp_path / "blocks", execution="blocks", **options)
+    with stopped_when(Step, "run", lambda step: step.index == 2):
+        again()
+    blocks = again()
     norms = blocks.statistics[NORM.name]
     assert norms.keys() == whole.statistics[NORM.name].keys()
     assert all(torch.equal(norms[name], of) for name, of in whole.statistics[NORM.name].items())

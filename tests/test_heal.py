@@ -35,6 +35,7 @@ import transformers
 from accelerate import cpu_offload
 from launch import Launched, launch
 from safetensors.torch import load_file, save_file
+from stops import Killed, stopped, stopped_in_call, stopped_when
 from tiny import weights_of
 from torch import nn
 from torch.utils.data import DataLoader
@@ -84,10 +85,6 @@ Models = Callable[[str], Path]
 STEPS = 4
 
 
-class _Killed(BaseException):
-    pass
-
-
 @dataclass(frozen=True)
 class Runs:
     """Runs on a model and a text, with their outputs in a folder."""
@@ -133,30 +130,11 @@ class Runs:
         return verify(self.folder / name, source=str(self.model)).differences == []
 
 
-@contextmanager
-def stopped(
-    owner: Any, name: str, replacement: Any, error: type[BaseException] = _Killed
-) -> Iterator[None]:
-    """A run within ends by what `replacement` raises in the place of a function."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, replacement)
-        with pytest.raises(error):
-            yield
-
-
 def stopped_in_step(
-    number: int, error: type[BaseException] = _Killed
+    number: int, error: type[BaseException] = Killed
 ) -> AbstractContextManager[None]:
     """A training within ends as its `number`-th step begins; a checkpoint follows each second."""
-    steps = itertools.count(1)
-    step = healing._Healer.step
-
-    def killed(self: Any, numbers: Any) -> torch.Tensor:
-        if next(steps) == number:
-            raise error
-        return step(self, numbers)
-
-    return stopped(healing._Healer, "step", killed, error)
+    return stopped_in_call(healing._Healer, "step", number, error)
 
 
 @pytest.fixture(scope="module")
@@ -451,7 +429,7 @@ def test_less_memory_changes_nothing_but_rounding(
 def test_a_healing_that_is_killed_after_its_last_checkpoint(llama: Runs, whole: Path) -> None:
     """It trains no step more, however often it is killed there."""
     for _ in range(2):
-        with stopped(progress.Progress, "load", Mock(side_effect=_Killed)):
+        with stopped(progress.Progress, "load"):
             llama.short("killed/out")
     assert llama.resumes(whole).healing.steps == STEPS
 
@@ -504,15 +482,7 @@ def test_a_damaged_checkpoint_of_a_healing(
 
 def test_killed_while_healed_weights_are_written(llama: Runs, whole: Path) -> None:
     """The weights that the training began with are gone, and are written again."""
-    calls = itertools.count(1)
-    plain = healing._overwrite
-
-    def overwrite(matrix: Any, weight: torch.Tensor) -> None:
-        if next(calls) == 3:
-            raise KeyboardInterrupt
-        plain(matrix, weight)
-
-    with stopped(healing, "_overwrite", overwrite, KeyboardInterrupt):
+    with stopped_in_call(healing, "_overwrite", 3, KeyboardInterrupt):
         llama.short("killed/out")
     lost = Path(shutil.copytree(llama.folder / "killed", llama.folder / "lost"))
     shutil.rmtree(lost / ".out.partial" / "healing")
@@ -589,15 +559,8 @@ def test_block_by_block(llama: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, weight in plain.items():
         assert bool((healed[name][weight == 0] == 0).all()) or "norm" in name
     assert runs.verified("healed")
-    put = MovedWeights.put
     numbers = list[int]()
-
-    def kill(self: MovedWeights, number: int, moved: Any) -> None:
-        if number == 1:
-            raise _Killed
-        put(self, number, moved)
-
-    with stopped(MovedWeights, "put", kill):
+    with stopped_when(MovedWeights, "put", lambda _, number, *__: number == 1):
         llama.short("killed/out", **how)
     run = blocks._heal
     monkeypatch.setattr(
@@ -638,7 +601,7 @@ def test_too_little_memory_for_the_whole_model(
     monkeypatch.setattr(memory, "available_memory", lambda: free)
     runs = replace(llama, given=llama.given | {"device_map": "auto"})
     run = partial(runs.short, heal_steps=1)
-    with stopped(blocks, "_heal", Mock(side_effect=_Killed)):
+    with stopped(blocks, "_heal"):
         run("out")
     free = 10**12
     with caplog.at_level("INFO"):
@@ -885,14 +848,7 @@ def test_a_pass_that_fails_leaves_nothing_open(
     bars = []
     made = []
     closed = []
-    calls = iter(range(100))
     owner = Step if fails == "run" else BlockwiseModel
-    whole = getattr(owner, fails)
-
-    def failing(*args: Any, **more: Any) -> Any:
-        if next(calls) == 2:
-            raise _Killed
-        return whole(*args, **more)
 
     def bar(*args: Any) -> Mock:
         bars.append(Mock())
@@ -904,7 +860,7 @@ def test_a_pass_that_fails_leaves_nothing_open(
         HiddenStates, "__init__", lambda self, place: (made.append(self), init(self, place))[1]
     )
     monkeypatch.setattr(HiddenStates, "close", lambda self: closed.append(self))
-    with stopped(owner, fails, failing):
+    with stopped_in_call(owner, fails, 3):
         heal_model(dense, dense, llama.tokens(), masks=report.masks, steps=1)
     assert bars
     assert all(one.close.called for one in bars)

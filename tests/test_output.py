@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torture
 from runs import NAMES, report_of
+from stops import Killed, stopped, stopped_when
 
 from emp_llm import pack, prune, report, unpack
 from emp_llm.calibration.activations import Activations
@@ -27,10 +27,6 @@ from emp_llm.common.paths import CARD_MARK
 from emp_llm.records.source import CalibrationRecord
 
 Models = Callable[[str], Path]
-
-
-class _Killed(BaseException):
-    pass
 
 
 def test_activations_file_depends_only_on_its_content(tmp_path: Path) -> None:
@@ -78,7 +74,7 @@ def test_older_output_is_kept_until_it_is_replaced(
     prune(**options, beta=0.5)
     old = torture.snapshot(tmp_path)
     replace = os.replace
-    for error in (_Killed, OSError(errno.EIO, "input/output error")):
+    for error in (Killed, OSError(errno.EIO, "input/output error")):
 
         def second(source: Any, target: Any, error: Any = error) -> None:
             if Path(target) == out and Path(source).name == "files":
@@ -87,21 +83,16 @@ def test_older_output_is_kept_until_it_is_replaced(
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", second)
-            with pytest.raises((_Killed, UserError)):
+            with pytest.raises((Killed, UserError)):
                 prune(**options, overwrite=True)
-        if error is _Killed:
+        if error is Killed:
             assert not out.exists()
             with pytest.raises(UserError, match=r"out: it exists"):
                 prune(**options)
         assert torture.snapshot(tmp_path) == old
 
-    def end(self: OutputFolder) -> None:
-        raise _Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(OutputFolder, "_remove", end)
-        with pytest.raises(_Killed):
-            prune(**options, overwrite=True)
+    with stopped(OutputFolder, "_remove"):
+        prune(**options, overwrite=True)
     assert (tmp_path / ".out.partial" / "replaced").is_dir()
     prune(**options, overwrite=True, beta=2.0)
     assert report_of(out)["recipe"]["counts"]["effective"]["beta"] == 2
@@ -151,41 +142,36 @@ def test_output_that_appears_during_the_run(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_killed_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_between_the_renames(tmp_path: Path) -> None:
     """The work folder holds no finished work, but the older output."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "emp_report.json").write_text("{}")
-    replace = os.replace
-
-    def second(source: Any, target: Any) -> None:
-        if Path(source).name == "files":
-            raise _Killed
-        replace(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", second)
-        with suppress(_Killed), OutputFolder(tmp_path / "out", [], 0, overwrite=True) as out:
-            out.begin({})
-            out.complete()
+    with (
+        stopped_when(os, "replace", lambda source, _: Path(source).name == "files"),
+        OutputFolder(tmp_path / "out", [], 0, overwrite=True) as out,
+    ):
+        out.begin({})
+        out.complete()
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match=r"out: it exists"), OutputFolder(tmp_path / "out", [], 0):
         pass
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "emp_report.json"]
 
 
-def test_killed_after_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_after_the_rename(tmp_path: Path) -> None:
     """The same command says that the output exists, and cleans up."""
 
     def killed(self: OutputFolder) -> None:
         self._lock.release()  # as the system does
-        raise _Killed
+        raise Killed
 
-    with monkeypatch.context() as patch:
-        patch.setattr(OutputFolder, "_remove", killed)
-        with suppress(_Killed), OutputFolder(tmp_path / "out", [], 0) as out:
-            out.begin({})
-            (out.files / "emp_report.json").write_text("{}")
-            out.complete()
+    with (
+        stopped(OutputFolder, "_remove", killed),
+        OutputFolder(tmp_path / "out", [], 0) as out,
+    ):
+        out.begin({})
+        (out.files / "emp_report.json").write_text("{}")
+        out.complete()
     assert (tmp_path / ".out.partial").is_dir()
     with pytest.raises(UserError, match=r"out: it exists"), OutputFolder(tmp_path / "out", [], 0):
         pass

@@ -17,6 +17,7 @@ import torch
 import torture
 import transformers
 from launch import launch
+from stops import stopped, stopped_when
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
@@ -44,10 +45,6 @@ METHODS: dict[str, dict[str, Any]] = {
         "targets": "all-linear",
     },
 }
-
-
-class _Killed(BaseException):
-    pass
 
 
 Options = dict[str, Any]
@@ -92,23 +89,10 @@ def whole(request: pytest.FixtureRequest, options: Options, whole_run: Any) -> t
     return whole_run(request.node.callspec.params["options"])
 
 
-def kill() -> None:
-    raise _Killed
-
-
 def killed_at_block(options: dict[str, Any], block: int) -> None:
     """Kill a run when it is about to keep the weights of a block."""
-    put = MovedWeights.put
-
-    def stopping(self: MovedWeights, number: int, moved: Any) -> None:
-        if number == block:
-            kill()
-        put(self, number, moved)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MovedWeights, "put", stopping)
-        with pytest.raises(_Killed):
-            prune(**options)
+    with stopped_when(MovedWeights, "put", lambda _, number, *__: number == block):
+        prune(**options)
 
 
 def count_updates(patch: pytest.MonkeyPatch) -> list[int]:
@@ -135,9 +119,8 @@ def test_a_killed_fit_resumes(
     assert {path.name for path in kept.iterdir()} == {"block-00000.safetensors", "blocks.json"}
     updated = count_updates(monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(writing._ShardFile, "put_rows", lambda *_: kill())
         patch.setattr(passes, "calibrated", lambda *_, **__: pytest.fail("calibrated again"))
-        with pytest.raises(_Killed):
+        with stopped(writing._ShardFile, "put_rows"):
             prune(**options)
     prune(**options)
     assert updated == [1], "the first block was updated before"

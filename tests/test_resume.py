@@ -23,9 +23,9 @@ import pytest
 import torch
 import torture
 import transformers
+from stops import Killed, save_each_block
 
 from emp_llm import calibrate, prune
-from emp_llm.calibration import passes
 from emp_llm.checkpoint.locks import FileLock
 from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
@@ -64,8 +64,7 @@ def _fine_grained_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         Matrix, "row_chunks", lambda self, weights: row_chunks(self, min(weights, 1000))
     )
-    monkeypatch.setattr(passes, "_SECONDS", 0.0)
-    monkeypatch.setattr(passes, "_RATIO", 0)
+    save_each_block(monkeypatch)
 
 
 class Tortured:
@@ -130,10 +129,6 @@ def test_faults_of_the_last_calls(sharded: Path, text: Path, tmp_path: Path) -> 
         tortured.check(torture.faulty_at(tortured.case, call, errno.EIO))
 
 
-class _Killed(BaseException):
-    pass
-
-
 def kill_at(monkeypatch: pytest.MonkeyPatch, target: int) -> list[str]:
     """Kill the run when it writes the n-th target; returns a list that grows by the name of each
     target that is begun.
@@ -143,7 +138,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, target: int) -> list[str]:
 
     def counted(file: Any, of: Any, chunks: Any) -> Any:
         if len(begun) == target:
-            raise _Killed
+            raise Killed
         begun.append(of.name)
         return put_rows(file, of, chunks)
 
@@ -155,7 +150,7 @@ def run_killed(monkeypatch: pytest.MonkeyPatch, target: int, options: dict[str, 
     """Prune, and kill the run at the n-th target."""
     with monkeypatch.context() as patch:
         kill_at(patch, target)
-        with pytest.raises(_Killed):
+        with pytest.raises(Killed):
             prune(**options)
 
 

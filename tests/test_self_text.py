@@ -15,6 +15,7 @@ import torch
 import transformers
 from conftest import Run
 from multimodal import make_multimodal
+from stops import stopped_when
 from test_conversations import TEMPLATE, write
 
 from emp_llm import calibrate, measure, prune, sweep
@@ -113,17 +114,8 @@ def test_a_killed_run_continues_its_text(
     whole = written(tmp_path, model, batch_size=2)
     monkeypatch.setenv("EMP_LLM_CACHE", str(tmp_path / "other"))
     batches.clear()
-    continued = data._continued
-
-    def die(*given: Any) -> Any:
-        if len(batches) == 2:
-            raise _Killed
-        return continued(*given)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(data, "_continued", die)
-        with pytest.raises(_Killed):
-            written(tmp_path, model, batch_size=2)
+    with stopped_when(data, "_continued", lambda *_: len(batches) == 2):
+        written(tmp_path, model, batch_size=2)
     assert written(tmp_path, model, batch_size=2) == whole
     assert [number for batch in batches for number in batch] == list(range(2 * len(batches)))
 
