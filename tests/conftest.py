@@ -95,6 +95,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
+def tiny_llama(models: Callable[[str], Path]) -> Path:
+    """Folder of the tiny Llama of `models`. Read-only."""
+    return models("llama")
+
+
+@pytest.fixture(scope="session")
 def short_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The first three of the six blocks of the demo model: trained weights at half the time.
     Read-only.
@@ -159,6 +165,21 @@ def evaluable(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return cache(
         lambda family: make_evaluable_model(tmp_path_factory.mktemp("evaluable") / family, family)
     )
+
+
+@pytest.fixture(scope="session")
+def llama_norms(norms: Callable[[str], Path]) -> Path:
+    return norms("llama")
+
+
+@pytest.fixture(scope="session")
+def pruned_llama(pruned: Callable[[str], Path]) -> Path:
+    return pruned("llama")
+
+
+@pytest.fixture(scope="session")
+def evaluable_llama(evaluable: Callable[[str], Path]) -> Path:
+    return evaluable("llama")
 
 
 @pytest.fixture(scope="session")

@@ -176,14 +176,14 @@ def checkpoint(tmp_path: Path, _hub_pruned: Path) -> Path:
 def _repositories(
     hub_dense: Path,
     _hub_pruned: Path,
-    models: Callable[[str], Path],
+    tiny_llama: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("repositories")
     tiny, pickles, lamps, questions, gguf = (
         folder / name for name in ("tiny", "pickles", "lamps", "questions", "gguf")
     )
-    shutil.copytree(models("llama"), tiny)
+    shutil.copytree(tiny_llama, tiny)
     (tiny / "original").mkdir()
     (tiny / "original" / "consolidated.00.pth").write_bytes(b"pickle")
     for repository in (pickles, lamps, questions, gguf):

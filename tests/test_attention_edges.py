@@ -1,6 +1,5 @@
 """`scripts/paper/attention_edges.py`: the query-key scores that stay before the softmax."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import attention_edges
@@ -43,9 +42,7 @@ def test_baselines_keep_a_share_of_each_query() -> None:
     )
 
 
-def test_the_table(
-    models: Callable[[str], Path], text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table(tiny_llama: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The dense row is the model's own perplexity, and a large beta changes nothing."""
     from emp_llm.calibration.texts import find_corpus
     from emp_llm.evaluation.perplexity import perplexity, text_tokens
@@ -54,7 +51,7 @@ def test_the_table(
     main(
         [
             "--model",
-            str(models("llama")),
+            str(tiny_llama),
             "--text",
             str(text),
             "--block",
@@ -72,8 +69,8 @@ def test_the_table(
     ]
     corpus = find_corpus(str(text))
     assert corpus is not None
-    model = load_model(models("llama"), "cpu", "float32")
-    own = perplexity(model, text_tokens(corpus, load_tokenizer(models("llama"))), 64, limit=3).value
+    model = load_model(tiny_llama, "cpu", "float32")
+    own = perplexity(model, text_tokens(corpus, load_tokenizer(tiny_llama)), 64, limit=3).value
     assert [row[1:3] for row in rows[:3]] == [
         ["dense", ""],
         ["per head", "0.5"],

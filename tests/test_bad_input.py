@@ -39,9 +39,9 @@ DOWN = "model.layers.1.mlp.down_proj"
 
 
 @pytest.fixture
-def model(models: Callable[[str], Path], tmp_path: Path) -> Path:
+def model(tiny_llama: Path, tmp_path: Path) -> Path:
     """A copy of the tiny Llama, which the test may damage."""
-    return Path(shutil.copytree(models("llama"), tmp_path / "model"))
+    return Path(shutil.copytree(tiny_llama, tmp_path / "model"))
 
 
 def content_of(folder: Path) -> tuple[list[Path], dict[str, tuple[str, int]]]:
@@ -275,17 +275,17 @@ LINES = (
 
 @pytest.fixture(scope="module")
 def inputs(
-    models: Callable[[str], Path],
-    norms: Callable[[str], Path],
+    tiny_llama: Path,
+    llama_norms: Path,
     text: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
-    shutil.copytree(models("llama"), folder / "model")
+    shutil.copytree(tiny_llama, folder / "model")
     shutil.copyfile(text, folder / "text.txt")
     (folder / "long.jsonl").write_text(json.dumps({"text": "The lamp is lit. " * 20}))
     (folder / "ids.jsonl").write_text('{"input_ids": [1, 999]}')
-    found = Activations.load(norms("llama"))
+    found = Activations.load(llama_norms)
     replace(found, statistics={"norm": found.statistics["norm"]}).save(folder / "old")
     return Path(folder)
 
@@ -312,9 +312,7 @@ def test_targets_in_a_list(refused: Refused) -> None:
     refused(says, targets=["mlp", "attenton"])
 
 
-def test_models_that_cannot_be_refitted(
-    refused: Refused, models: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_models_that_cannot_be_refitted(refused: Refused, tiny_llama: Path, tmp_path: Path) -> None:
     t5 = tmp_path / "t5"
     config = transformers.T5Config(
         vocab_size=256, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4
@@ -329,7 +327,7 @@ def test_models_that_cannot_be_refitted(
     for dry_run in (True, False):
         how = {"method": "wanda", "heal": True, "dry_run": dry_run}
         refused("--heal is for decoders", model=str(t5), **how)
-    fp8 = make_fp8(models("llama"), tmp_path / "fp8")
+    fp8 = make_fp8(tiny_llama, tmp_path / "fp8")
     says = r"_proj is stored in FP8, whose scales --refit would change\. Use the unquantised model"
     refused(says, model=str(fp8), method="wanda", refit=True)
     refused(says.replace("refit", "heal"), model=str(fp8), method="wanda", heal=True)
@@ -578,10 +576,10 @@ def test_activations_of_another_model(
 
 @pytest.mark.parametrize(("factor", "says"), [(float("nan"), "NaN"), (-1.0, "negative")])
 def test_invalid_norms(
-    refused: Refused, norms: Callable[[str], Path], tmp_path: Path, factor: float, says: str
+    refused: Refused, llama_norms: Path, tmp_path: Path, factor: float, says: str
 ) -> None:
     file = tmp_path / "norms.safetensors"
-    valid = Activations.load(norms("llama"))
+    valid = Activations.load(llama_norms)
     values = valid.statistics["norm"].items()
     wrong = {"norm": {name: norm * factor for name, norm in values}}
     Activations(wrong, valid.input_of, valid.about).save(file)

@@ -1,7 +1,6 @@
 """Shares of the blocks by cost: `--shares cost`."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,20 +102,20 @@ def test_a_killed_run_resumes(short_demo: Path, tmp_path: Path) -> None:
     assert not verify(tmp_path / "killed" / "out", source=str(short_demo)).differences
 
 
-def test_offloaded_weights(models: Callable[[str], Path], text: Path, tmp_path: Path) -> None:
+def test_offloaded_weights(tiny_llama: Path, text: Path, tmp_path: Path) -> None:
     how = {"method": "wanda", "shares": "cost", "samples": 4, "seqlen": 48}
     for place in ("cpu", "disk"):
         report = prune(
-            models("llama"), output=tmp_path / place, calibration=text, device_map=place, **how
+            tiny_llama, output=tmp_path / place, calibration=text, device_map=place, **how
         )
         assert isinstance(report, RunReport)
     first, other = (weights_of(tmp_path / place) for place in ("cpu", "disk"))
     assert all((first[name] == other[name]).all() for name in first)
 
 
-def test_models_in_memory_have_none(models: Callable[[str], Path]) -> None:
+def test_models_in_memory_have_none(tiny_llama: Path) -> None:
     with pytest.raises(UserError, match="it is for the command prune"):
-        prune_model(models("llama"), recipe_of("magnitude", shares="cost"))
+        prune_model(tiny_llama, recipe_of("magnitude", shares="cost"))
     assert recipe_of("magnitude", shares="cost") == Recipe(
         score=recipe_of("magnitude").score, counts=Share(0.5, ByCost())
     )

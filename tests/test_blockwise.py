@@ -70,7 +70,7 @@ def test_logits_are_the_models(models: Models, family: str, device_map: str, pla
 
 @pytest.mark.skipif(torch_openmp() is None, reason="torch has no OpenMP of GCC here")
 def test_the_thread_that_reads_blocks_has_no_team(
-    models: Models, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a team of its own, all threads of the process would be more than the processors, and
     libgomp would put them to sleep at every wait.
@@ -86,9 +86,7 @@ def test_the_thread_that_reads_blocks_has_no_team(
     monkeypatch.setattr(offload, "_load_weights", noted)
     try:
         torch.set_num_threads(3)
-        for _ in BlockwiseModel(load_model(models("llama"), "disk"), None, "cpu").forward(
-            [tokens()]
-        ):
+        for _ in BlockwiseModel(load_model(tiny_llama, "disk"), None, "cpu").forward([tokens()]):
             seen.append((threading.current_thread().name, torch.get_num_threads()))
     finally:
         torch.set_num_threads(threads)
@@ -187,8 +185,8 @@ def test_models_with_inseparable_blocks_are_refused(kind: str, said: str) -> Non
     assert not any("forward" in vars(layer) for layer in model.layers)
 
 
-def test_blocks_by_name(models: Models) -> None:
-    model = load_model(models("llama"), "cpu")
+def test_blocks_by_name(tiny_llama: Path) -> None:
+    model = load_model(tiny_llama, "cpu")
     assert find_blocks(model, "model.layers")[1] is model.model.layers
     for wrong in ("model.blocks", "model.norm"):
         with pytest.raises(
@@ -201,8 +199,8 @@ def test_blocks_by_name(models: Models) -> None:
         find_blocks(nn.Linear(2, 2))
 
 
-def test_a_block_that_runs_out_of_memory(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load_model(models("llama"), "cpu")
+def test_a_block_that_runs_out_of_memory(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(tiny_llama, "cpu")
 
     def fail(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("out of memory")

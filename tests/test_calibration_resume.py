@@ -195,7 +195,7 @@ def end_while(patch: pytest.MonkeyPatch, during: str) -> None:
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("again", ["the same", "another", "sweep"])
 def test_no_state_is_left_by_a_run_killed_after_its_calibration(
-    evaluable: Callable[[str], Path],
+    evaluable_llama: Path,
     text: Path,
     task_suite: Path,
     tmp_path: Path,
@@ -203,7 +203,7 @@ def test_no_state_is_left_by_a_run_killed_after_its_calibration(
     again: str,
 ) -> None:
     """The norms are in the unfinished output, and the state between blocks is not deleted yet."""
-    model = evaluable("llama")
+    model = evaluable_llama
 
     def run() -> None:
         if again != "sweep":
@@ -419,14 +419,14 @@ def test_the_dry_run_counts_the_state(deep: Path, text: Path, command: Callable[
 
 
 def test_a_signal_in_a_whole_model_says_that_it_starts_over(
-    models: Callable[[str], Path],
+    tiny_llama: Path,
     text: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     command: Callable[..., Any],
     batches: list[int],
 ) -> None:
-    line = ["prune", models("llama"), "--calibration", text, "--samples", SAMPLES]
+    line = ["prune", tiny_llama, "--calibration", text, "--samples", SAMPLES]
     line += ["--seqlen", LENGTH, "--batch-size", 1, "--output", "out"]
 
     with monkeypatch.context() as patch:

@@ -325,13 +325,13 @@ def test_what_cannot_reach_a_template_is_refused_with_row_and_field(
 
 
 def test_the_run_says_what_was_rendered(
-    models: Callable[[str], Path], tmp_path: Path, command: Run, caplog: pytest.LogCaptureFixture
+    tiny_llama: Path, tmp_path: Path, command: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{"messages": "No chat."}, *[ROW] * 60]
     write(tmp_path / "chat.jsonl", *rows)
     model = tmp_path / "model"
     model.mkdir()
-    for file in models("llama").iterdir():
+    for file in tiny_llama.iterdir():
         (model / file.name).write_bytes(file.read_bytes())
     (model / "chat_template.jinja").write_text(TURN + TAIL)
     line = ["--calibration", "chat.jsonl", "--samples", 2, "--seqlen", 16, "--output", "norms"]

@@ -52,9 +52,9 @@ def perplexity_by_hand(folder: Path, ids: torch.Tensor) -> float:
     ],
 )
 def test_the_perplexity_of_the_sequences_behind_the_text(
-    models: Models, text: Path, tmp_path: Path, how: dict[str, Any]
+    tiny_llama: Path, text: Path, tmp_path: Path, how: dict[str, Any]
 ) -> None:
-    source = models("llama")
+    source = tiny_llama
     prune(
         source,
         output=tmp_path / "out",
@@ -82,10 +82,10 @@ def test_the_perplexity_of_the_sequences_behind_the_text(
     assert point.dense[0].values[name].value == report.check.dense.value
 
 
-def test_the_last_line_of_the_command(models: Models, text: Path, command: Any) -> None:
+def test_the_last_line_of_the_command(tiny_llama: Path, text: Path, command: Any) -> None:
     line = [
         "prune",
-        models("llama"),
+        tiny_llama,
         "--calibration",
         text,
         "--samples",
@@ -157,11 +157,11 @@ def test_a_large_rise_names_what_costs_less(options: dict[str, Any], cheaper: st
 
 
 def test_a_run_that_needs_no_text_is_checked_on_a_named_one(
-    models: Models, text: Path, norms: Callable[[str], Path], command: Any
+    tiny_llama: Path, text: Path, llama_norms: Path, command: Any
 ) -> None:
-    line = ["prune --output out --overwrite", models("llama")]
+    line = ["prune --output out --overwrite", tiny_llama]
     named = ["--calibration", text, "--samples", SAMPLES, "--seqlen", LENGTH]
-    for how in (["--method", "magnitude"], ["--activations", norms("llama")]):
+    for how in (["--method", "magnitude"], ["--activations", llama_norms]):
         done = command(*line, *how)
         assert done.stdout.splitlines()[-1] == "damage not measured: give --calibration"
         assert "damage" not in command(*line, *how, "--no-check").stdout
@@ -170,9 +170,9 @@ def test_a_run_that_needs_no_text_is_checked_on_a_named_one(
         assert "no effect" not in done.stderr
 
 
-def test_a_model_in_memory_is_checked(models: Models, text: Path, tmp_path: Path) -> None:
+def test_a_model_in_memory_is_checked(tiny_llama: Path, text: Path, tmp_path: Path) -> None:
     """By the numbers of the command, on whatever of the data follows the calibration."""
-    source = models("llama")
+    source = tiny_llama
     how = {"samples": SAMPLES, "seqlen": LENGTH}
     prune(source, output=tmp_path / "out", calibration=str(text), device_map="cpu", **how)
     wanted = read_record(tmp_path / "out" / "emp_report.json", RunReport).check
@@ -196,10 +196,10 @@ def test_a_model_in_memory_is_checked(models: Models, text: Path, tmp_path: Path
 
 
 def test_where_nothing_is_measured(
-    models: Models, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    tiny_llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     def checked(name: str, **how: Any) -> object:
-        report = prune(models("llama"), output=tmp_path / name, **how)
+        report = prune(tiny_llama, output=tmp_path / name, **how)
         return report.check
 
     how = {"calibration": str(text), "samples": SAMPLES, "seqlen": LENGTH}
@@ -239,7 +239,7 @@ def test_where_nothing_is_measured(
 
 
 def test_a_mix_of_texts_has_some_of_each(
-    models: Models, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = tmp_path / "other.txt"
     other.write_text(text.read_text()[5000:])
@@ -251,10 +251,8 @@ def test_a_mix_of_texts_has_some_of_each(
         return measure(model, tokens, *more, **how)
 
     monkeypatch.setattr(perplexity, "perplexity", perplexity_of)
-    prune(
-        models("llama"), output=tmp_path / "out", calibration=f"{text}:4,{other}:3", seqlen=LENGTH
-    )
-    tokenizer = AutoTokenizer.from_pretrained(models("llama"))
+    prune(tiny_llama, output=tmp_path / "out", calibration=f"{text}:4,{other}:3", seqlen=LENGTH)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
     first, second = (
         torch.tensor(tokenizer(each.read_text())["input_ids"]) for each in (text, other)
     )
@@ -323,11 +321,11 @@ def test_rows_that_starve_are_said(
 
 @pytest.mark.parametrize(("sparsity", "says"), [(0.05, True), (0.5, False)])
 def test_zeros_that_save_little_are_compared_with_8_bits(
-    models: Models, tmp_path: Path, sparsity: float, says: bool
+    tiny_llama: Path, tmp_path: Path, sparsity: float, says: bool
 ) -> None:
     """A bit for each weight costs 6 % of bfloat16, so a few zeros save nothing."""
     how = {"method": "magnitude", "targets": "all-linear", "sparsity": sparsity}
-    prune(models("llama"), output=tmp_path / "out", check=False, **how)
+    prune(tiny_llama, output=tmp_path / "out", check=False, **how)
     report = read_record(tmp_path / "out" / "emp_report.json", RunReport)
     lines = [line for line in pruning_lines(report) if "in 8 bits" in line]
     assert len(lines) == says

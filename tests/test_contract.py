@@ -249,13 +249,13 @@ def test_tied_embeddings_stay_tied_and_dense(pruned: Pruning, family: str) -> No
 
 @pytest.mark.parametrize("method", ["emp-magnitude", "magnitude", "wanda"])
 def test_rows_of_zeros_and_of_ties(
-    models: Callable[[str], Path], pruned: Pruning, tmp_path: Path, method: str
+    tiny_llama: Path, pruned: Pruning, tmp_path: Path, method: str
 ) -> None:
     """A row of zeros keeps all its weights, negative zeros too; uniform magnitudes give N_eff =
     N; ties go to the left.
     """
     source = oracle.edited_copy(
-        models("llama"), tmp_path / "planted", "model.layers.0.mlp.up_proj.weight", _plant
+        tiny_llama, tmp_path / "planted", "model.layers.0.mlp.up_proj.weight", _plant
     )
     run = pruned(source, method)
     check_bits(run, {name: run.mask(name) for name in run.matrices()})

@@ -92,15 +92,17 @@ def test_data_that_cannot_be_used(tmp_path: Path) -> None:
             token_ids(find_corpus(name), with_template())
 
 
-def test_a_model_is_calibrated_on_a_chat(evaluable: Any, tmp_path: Path, command: Run) -> None:
+def test_a_model_is_calibrated_on_a_chat(
+    evaluable_llama: Path, tmp_path: Path, command: Run
+) -> None:
     """Through the command; the tokenizer of the model has no template, and is told so before the
     model is loaded.
     """
     write(tmp_path / "chat.jsonl", "messages", CHATS)
     line = "calibrate --calibration chat.jsonl --samples 2 --seqlen 16 --output norms"
-    done = command(line, "--model", evaluable("llama"), code=2)
+    done = command(line, "--model", evaluable_llama, code=2)
     assert "no chat template" in done.stderr
-    model = Path(shutil.copytree(evaluable("llama"), tmp_path / "model"))
+    model = Path(shutil.copytree(evaluable_llama, tmp_path / "model"))
     (model / "chat_template.jinja").write_text(TEMPLATE)
     command(line, "--model", model)
     assert (tmp_path / "norms").is_file()

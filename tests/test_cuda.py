@@ -144,10 +144,10 @@ def test_pruning_a_model_in_gpu_memory_equals_pruning_it_on_the_cpu(
 
 
 @pytest.mark.parametrize("method", ["emp-taylor", "wanda"])
-def test_heads_and_neurons_scored_on_the_gpu(models: Models, method: str, tmp_path: Path) -> None:
+def test_heads_and_neurons_scored_on_the_gpu(tiny_llama: Path, method: str, tmp_path: Path) -> None:
     """The scores are those of the CPU up to rounding, with weights on the GPU or offloaded."""
     stored = {}
-    for device_map in ("cpu", "cuda:0", spread(models("llama"), "gpu-cpu")):
+    for device_map in ("cpu", "cuda:0", spread(tiny_llama, "gpu-cpu")):
         out = tmp_path / str(len(stored))
         options = {
             "structure": "both",
@@ -157,7 +157,7 @@ def test_heads_and_neurons_scored_on_the_gpu(models: Models, method: str, tmp_pa
         }
         text = {"calibration": "demo", "samples": 4, "seqlen": 64}
         prune(
-            str(models("llama")),
+            str(tiny_llama),
             output=out,
             dtype="float32",
             device_map=device_map,
@@ -165,7 +165,7 @@ def test_heads_and_neurons_scored_on_the_gpu(models: Models, method: str, tmp_pa
             **text,
         )
         stored[device_map] = load_file(out / "emp_llm" / "structure.safetensors")
-        assert verify(out, source=str(models("llama"))).differences == []
+        assert verify(out, source=str(tiny_llama)).differences == []
     first, *others = stored.values()
     for other in others:
         for name in (name for name in first if name.endswith(".scores")):
@@ -383,7 +383,7 @@ def sparse_layer(dtype: torch.dtype, rows: int = 300, columns: int = 1000) -> Sp
 
 
 @pytest.mark.parametrize("device_map", ["cuda:0", "disk"])
-def test_healing_on_the_gpu(models: Models, text: Path, tmp_path: Path, device_map: str) -> None:
+def test_healing_on_the_gpu(tiny_llama: Path, text: Path, tmp_path: Path, device_map: str) -> None:
     """Of the whole model, and of one block at a time."""
     how = {
         "calibration": str(text),
@@ -392,11 +392,11 @@ def test_healing_on_the_gpu(models: Models, text: Path, tmp_path: Path, device_m
         "method": "wanda",
         "device_map": device_map,
     }
-    report = prune(models("llama"), output=tmp_path / "out", heal=True, heal_steps=4, **how)
+    report = prune(tiny_llama, output=tmp_path / "out", heal=True, heal_steps=4, **how)
     assert report.healing.by == ("blocks" if device_map == "disk" else "model")
     losses = {int(step): loss for step, loss in report.healing.curve}
     assert losses[report.healing.best] < losses[0]
-    assert verify(tmp_path / "out", source=str(models("llama"))).differences == []
+    assert verify(tmp_path / "out", source=str(tiny_llama)).differences == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

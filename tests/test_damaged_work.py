@@ -34,7 +34,6 @@ from emp_llm.models.masks import Masks
 from emp_llm.pruning import writing
 from emp_llm.structure import prune_structure
 
-Models = Callable[[str], Path]
 Damage = Callable[[Path], object]
 
 
@@ -105,10 +104,10 @@ def put_folder(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def sharded(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sharded(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in several shards."""
     folder = tmp_path_factory.mktemp("sharded")
-    source = models("llama")
+    source = tiny_llama
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     model.save_pretrained(folder, max_shard_size="20KB")
     transformers.AutoTokenizer.from_pretrained(source).save_pretrained(folder)
@@ -250,10 +249,12 @@ def test_crafted_times(
 
 
 @pytest.fixture(scope="module")
-def heads(models: Models, given: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Work:
+def heads(
+    tiny_llama: Path, given: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Work:
     how = given | {"structure": "heads", "method": "taylor", "sparsity": 0.5}
     return Work(
-        lambda output: prune(models("llama"), output=output, **how),
+        lambda output: prune(tiny_llama, output=output, **how),
         stopped(prune_structure, "compare_models"),
         tmp_path_factory.mktemp("heads"),
     )
@@ -316,10 +317,12 @@ def test_crafted_shares(
 
 
 @pytest.fixture(scope="module")
-def norms(models: Models, given: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Work:
+def norms(
+    tiny_llama: Path, given: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Work:
     how = given | {"execution": "blocks"}
     return Work(
-        lambda output: calibrate(models("llama"), output=output, **how),
+        lambda output: calibrate(tiny_llama, output=output, **how),
         stopped(passes, "_run_tail"),
         tmp_path_factory.mktemp("norms"),
     )
@@ -391,9 +394,9 @@ def test_crafted_states_of_a_calibration(
 
 @pytest.fixture(scope="module")
 def healing(
-    models: Models, given: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+    tiny_llama: Path, given: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Work:
-    model = models("llama")
+    model = tiny_llama
     folder = tmp_path_factory.mktemp("healing")
     prune(model, output=folder / "plain", method="wanda", **given)
     how = given | {"device_map": "disk", "heal_steps": 2, "dense": str(model)}

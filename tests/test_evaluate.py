@@ -38,10 +38,12 @@ def metrics(results: Results) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def whole(evaluable: Models, task_suite: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(
+    evaluable_llama: Path, task_suite: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The results file of the tiny Llama by the whole suite. Copy it before changing it."""
     path = tmp_path_factory.mktemp("whole") / "whole.json"
-    measure(evaluable("llama"), task_suite, path)
+    measure(evaluable_llama, task_suite, path)
     return path
 
 
@@ -148,9 +150,9 @@ def test_a_real_task_equals_lm_eval(
 
 
 def test_baseline_pruned_and_difference(
-    evaluable: Models, task_suite: Path, tmp_path: Path, whole: Path
+    evaluable_llama: Path, task_suite: Path, tmp_path: Path, whole: Path
 ) -> None:
-    model = evaluable("llama")
+    model = evaluable_llama
     options = {
         "method": "magnitude",
         "sparsity": 0.5,
@@ -236,7 +238,7 @@ def test_a_second_run_with_the_same_output_is_refused(
 
 
 def test_a_terminated_run_resumes(
-    evaluable: Models,
+    evaluable_llama: Path,
     task_suite: Path,
     tmp_path: Path,
     whole: Path,
@@ -256,7 +258,7 @@ def test_a_terminated_run_resumes(
         patch.setattr(Results, "save", save_and_terminate)
         line = (
             "evaluate --device-map cpu --model",
-            evaluable("llama"),
+            evaluable_llama,
             "--suite",
             task_suite,
             "--output",
@@ -281,7 +283,7 @@ def test_a_terminated_run_resumes(
 
     monkeypatch.setattr("emp_llm.models.loading.load_model", None)
     before = record["command"], record["tasks"]
-    results = measure(evaluable("llama"), task_suite, output)
+    results = measure(evaluable_llama, task_suite, output)
     assert (results.command, results.as_dict()["tasks"]) == before
 
 
@@ -295,7 +297,7 @@ def test_a_terminated_run_resumes(
     ],
 )
 def test_other_results_are_not_overwritten(
-    evaluable: Models,
+    evaluable_llama: Path,
     task_suite: Path,
     tmp_path: Path,
     whole: Path,
@@ -304,12 +306,12 @@ def test_other_results_are_not_overwritten(
 ) -> None:
     output = Path(shutil.copy(whole, tmp_path / "results.json"))
     with pytest.raises(UserError, match=rf"{re.escape(field)}.*--overwrite"):
-        measure(**{"model": evaluable("llama"), "suite": task_suite, "output": output} | options)
+        measure(**{"model": evaluable_llama, "suite": task_suite, "output": output} | options)
     assert output.read_bytes() == whole.read_bytes()
 
 
 def test_results_are_never_taken_over_for_other_weights(
-    evaluable: Models,
+    evaluable_llama: Path,
     task_suite: Path,
     tmp_path: Path,
     whole: Path,
@@ -318,7 +320,7 @@ def test_results_are_never_taken_over_for_other_weights(
     """One matrix pruned at 1 % is another model: as an output, and as a baseline that must be
     measured itself.
     """
-    dense = evaluable("llama")
+    dense = evaluable_llama
     up = "model.layers.1.mlp.up_proj.weight"
     other = oracle.edited_copy(
         dense, tmp_path / "other", up, lambda bits: np.put(bits, range(25), 0)
@@ -366,11 +368,11 @@ def test_results_are_never_taken_over_for_other_weights(
     )
 
 
-def test_overwrite_and_limit(evaluable: Models, task_suite: Path, tmp_path: Path) -> None:
+def test_overwrite_and_limit(evaluable_llama: Path, task_suite: Path, tmp_path: Path) -> None:
     output = tmp_path / "results.json"
     output.write_text('{"model": "m", "made_by": {}}')
     options = {
-        "model": evaluable("llama"),
+        "model": evaluable_llama,
         "suite": task_suite,
         "output": output,
         "device_map": "cpu",
@@ -381,10 +383,10 @@ def test_overwrite_and_limit(evaluable: Models, task_suite: Path, tmp_path: Path
 
 
 def test_an_offloaded_model_measures_the_same(
-    evaluable: Models, task_suite: Path, tmp_path: Path, whole: Path
+    evaluable_llama: Path, task_suite: Path, tmp_path: Path, whole: Path
 ) -> None:
     offloaded = evaluate(
-        evaluable("llama"), suite=task_suite, output=tmp_path / "disk.json", device_map="disk"
+        evaluable_llama, suite=task_suite, output=tmp_path / "disk.json", device_map="disk"
     )
     expected = json.loads(whole.read_text())
     assert (
@@ -397,7 +399,7 @@ def test_an_offloaded_model_measures_the_same(
 
 
 def test_infinite_perplexities_do_not_end_an_evaluation(
-    evaluable: Models, task_suite: Path, tmp_path: Path
+    evaluable_llama: Path, task_suite: Path, tmp_path: Path
 ) -> None:
     """That of the text and that of lm-eval: null in JSON, a word in the table, and the same
     after a resumption.
@@ -406,7 +408,7 @@ def test_infinite_perplexities_do_not_end_an_evaluation(
     head = "lm_head.weight"
     times_32768 = 15 << 7
     model = oracle.edited_copy(
-        evaluable("llama"),
+        evaluable_llama,
         tmp_path / "ruined",
         head,
         lambda bits: np.add(bits, times_32768, out=bits),
@@ -416,7 +418,7 @@ def test_infinite_perplexities_do_not_end_an_evaluation(
         "output": tmp_path / "results.json",
         "device_map": "cpu",
     }
-    options |= {"model": model, "baseline": evaluable("llama")}
+    options |= {"model": model, "baseline": evaluable_llama}
     first = table(**options)
     for row in ("perplexity, blocks of 64", "sums_text word_perplexity"):
         (line,) = (line for line in first.splitlines() if line.startswith(row))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from suites import CHOICE, TASK, Models, few_task_files
+from suites import CHOICE, TASK, few_task_files
 from tiny import make_model
 
 from emp_llm import evaluate
@@ -59,7 +59,7 @@ def refused(says: str, /, **options: Any) -> None:
     ],
 )
 def test_wrong_options(
-    evaluable: Models,
+    evaluable_llama: Path,
     task_suite: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -77,8 +77,8 @@ def test_wrong_options(
     Path("wrong.json").write_text(json.dumps(held | {"format": "emp-llm results 4"}))
     Path("sweep.json").write_text('{"format": "emp-llm sweep 3"}')
     Path("list.json").write_text("[]")
-    shutil.copytree(evaluable("llama"), "bare", ignore=shutil.ignore_patterns("*token*"))
-    refused(says, **{"model": evaluable("llama"), "suite": task_suite} | options)
+    shutil.copytree(evaluable_llama, "bare", ignore=shutil.ignore_patterns("*token*"))
+    refused(says, **{"model": evaluable_llama, "suite": task_suite} | options)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "bare",
         "list.json",
@@ -88,14 +88,14 @@ def test_wrong_options(
 
 
 def test_wrong_tasks(
-    evaluable: Models,
+    evaluable_llama: Path,
     tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("emp_llm.models.loading.load_model", None)
-    model = evaluable("llama")
+    model = evaluable_llama
     with monkeypatch.context() as patch:
         few_task_files(patch, tmp_path_factory.mktemp("of_lm_eval"), "arc")
         Path("a.toml").write_text('[[tasks]]\nnames = ["arc_eazy"]\n')
@@ -131,8 +131,10 @@ def test_wrong_tasks(
     assert not list(tmp_path.glob("*.json"))
 
 
-def test_a_task_that_needs_a_package_or_a_longer_context(evaluable: Models, tmp_path: Path) -> None:
-    model = evaluable("llama")
+def test_a_task_that_needs_a_package_or_a_longer_context(
+    evaluable_llama: Path, tmp_path: Path
+) -> None:
+    model = evaluable_llama
     folder = tmp_path / "tasks"
     folder.mkdir()
     (folder / "answers.jsonl").write_text('{"question": "One and one?", "answer": "two"}\n')
@@ -166,9 +168,9 @@ def test_a_tokenizer_without_a_token_to_begin_with(task_suite: Path, tmp_path: P
     refused(says, model=model, suite=task_suite, device_map="cpu", output=tmp_path / "a.json")
 
 
-def test_results_of_another_suite(evaluable: Models, task_suite: Path, tmp_path: Path) -> None:
+def test_results_of_another_suite(evaluable_llama: Path, task_suite: Path, tmp_path: Path) -> None:
     short = task_suite.with_name("short.toml")
-    common = {"model": evaluable("llama"), "device_map": "cpu", "suite": short}
+    common = {"model": evaluable_llama, "device_map": "cpu", "suite": short}
     evaluate(**common, output=tmp_path / "a.json")
     refused(
         r"--baseline .*another suite or limit \(limit",
@@ -192,7 +194,7 @@ def test_results_of_another_suite(evaluable: Models, task_suite: Path, tmp_path:
 
 
 def test_without_lm_eval(
-    evaluable: Models, task_suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    evaluable_llama: Path, task_suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error names the package; a suite without tasks needs none."""
     for name in ("lm_eval", "lm_eval.tasks"):
@@ -200,11 +202,9 @@ def test_without_lm_eval(
     output = tmp_path / "results.json"
     refused(
         "pip install lm-eval",
-        model=evaluable("llama"),
+        model=evaluable_llama,
         suite=task_suite,
         output=output,
     )
     short = task_suite.with_name("short.toml")
-    assert evaluate(
-        evaluable("llama"), suite=short, output=output, device_map="cpu"
-    ).results.complete
+    assert evaluate(evaluable_llama, suite=short, output=output, device_map="cpu").results.complete

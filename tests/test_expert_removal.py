@@ -406,7 +406,7 @@ def test_bad_input(options: dict[str, Any], message: str, make: Any, tmp_path: P
         )
 
 
-def test_a_size_in_place_of_a_sparsity(make: Any, models: Any, tmp_path: Path) -> None:
+def test_a_size_in_place_of_a_sparsity(make: Any, tiny_llama: Path, tmp_path: Path) -> None:
     """The largest model within the budget: one expert more in each layer would be too much."""
     record = structure_of(
         prune(make("mixtral"), output=tmp_path / "a", structure="experts", memory="250kB", **SHORT)
@@ -415,7 +415,7 @@ def test_a_size_in_place_of_a_sparsity(make: Any, models: Any, tmp_path: Path) -
         8 - next(iter(record.layers.values())).kept
     )
     assert record.pruned.bytes <= 250_000 < record.pruned.bytes + of_an_expert
-    source = models("llama")
+    source = tiny_llama
     for method in ("magnitude", "emp-magnitude"):
         report = prune(source, output=tmp_path / method, method=method, memory="60kB", quiet=True)
         assert 0.8 * 60_000 < report.sizes.packed <= 60_000

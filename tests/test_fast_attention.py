@@ -146,13 +146,13 @@ def test_processors(fields: dict[str, str], slow: bool, monkeypatch: pytest.Monk
 
 
 def test_commands_take_it(
-    models: Models, text: Path, tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, text: Path, tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Calibration in both ways, updates, perplexity, and the training, whose features are float32
     before autocast.
     """
     how = {"calibration": str(text), "samples": 16, "seqlen": 64}
-    model = str(models("llama"))
+    model = str(tiny_llama)
     runs = {
         "whole": {"method": "wanda"},
         "blocks": {"method": "wanda", "propagate": "pruned"},
@@ -163,7 +163,7 @@ def test_commands_take_it(
         prune(model, output=tmp_path / name, check=False, **how, **changes)
         assert set(calls) == {64}
     calls.clear()
-    perplexity(load_model(models("llama"), "cpu"), torch.arange(4, 84), 80)
+    perplexity(load_model(tiny_llama, "cpu"), torch.arange(4, 84), 80)
     assert set(calls) == {80}
     calls.clear()
     monkeypatch.setattr("emp_llm.healing.training.has_bfloat16", lambda device: True)

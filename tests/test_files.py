@@ -7,7 +7,6 @@ import os
 import resource
 import shutil
 import threading
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -249,8 +248,8 @@ def test_sizes_in_messages() -> None:
     assert list(map(format_bytes, counts)) == said
 
 
-def test_a_model_folder_with_an_empty_file(models: Callable[[str], Path], tmp_path: Path) -> None:
-    source = Path(shutil.copytree(models("llama"), tmp_path / "source"))
+def test_a_model_folder_with_an_empty_file(tiny_llama: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(tiny_llama, tmp_path / "source"))
     out = tmp_path / "out"
     (source / "added_vocabulary.txt").touch()
     prune(model=source, output=out, method="emp-magnitude")

@@ -76,9 +76,9 @@ def make_fp8(
 
 
 @pytest.fixture(scope="module")
-def fp8(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fp8(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Llama in FP8. Read-only."""
-    return make_fp8(models("llama"), tmp_path_factory.mktemp("fp8") / "model")
+    return make_fp8(tiny_llama, tmp_path_factory.mktemp("fp8") / "model")
 
 
 def decoded(bits: Array) -> Array:
@@ -163,14 +163,14 @@ def single(tensors: dict[str, Tensor]) -> None:
     + [("magnitude", torch.float32, (16, 16), single)],
 )
 def test_masks_are_those_of_the_dequantised_weights(
-    models: Models,
+    tiny_llama: Path,
     tmp_path: Path,
     method: str,
     dtype: torch.dtype,
     block: tuple[int, int],
     edit: Edit | None,
 ) -> None:
-    source = make_fp8(models("llama"), tmp_path / "model", block, dtype, edit)
+    source = make_fp8(tiny_llama, tmp_path / "model", block, dtype, edit)
     assert oracle.tensors(source)[f"{UP}.weight_scale_inv"].dtype == DTYPES[dtype]
     prune(source, output=tmp_path / "out", method=method)
     check_masks(source, tmp_path / "out", method.startswith("emp-"), block)
@@ -183,7 +183,7 @@ def test_experts(models: Models, tmp_path: Path) -> None:
     check_masks(source, tmp_path / "out", True, (8, 8), number=24)
 
 
-def test_zeros_ties_and_zero_scales(models: Models, tmp_path: Path) -> None:
+def test_zeros_ties_and_zero_scales(tiny_llama: Path, tmp_path: Path) -> None:
     """Negative zeros are kept where their row is; a block whose scale is zero keeps its bits'
     order.
     """
@@ -195,7 +195,7 @@ def test_zeros_ties_and_zero_scales(models: Models, tmp_path: Path) -> None:
         tensors[f"{UP}.weight_scale_inv"][0] = 0.01
         tensors[f"{UP}.weight_scale_inv"][1] = 0.0
 
-    source = make_fp8(models("llama"), tmp_path / "model", edit=plant)
+    source = make_fp8(tiny_llama, tmp_path / "model", edit=plant)
     out = tmp_path / "out"
     prune(source, output=out, method="emp-magnitude", targets=UP)
     bits = stored(out, f"{UP}.weight")
@@ -311,9 +311,9 @@ BROKEN: dict[str, tuple[Edit, str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_broken_checkpoints(models: Models, tmp_path: Path, command: Run, case: str) -> None:
+def test_broken_checkpoints(tiny_llama: Path, tmp_path: Path, command: Run, case: str) -> None:
     edit, sentence = BROKEN[case]
-    source = make_fp8(models("llama"), tmp_path / "model", edit=edit)
+    source = make_fp8(tiny_llama, tmp_path / "model", edit=edit)
     done = command("prune --method magnitude --model", source, "--output", tmp_path / "out", code=2)
     assert re.search(sentence, done.stderr), done.stderr
     assert not (tmp_path / "out").exists()

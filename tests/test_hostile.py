@@ -161,8 +161,8 @@ def test_all_dtypes_of_the_library(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def model(models: Callable[[str], Path], tmp_path: Path) -> Path:
-    return Path(shutil.copytree(models("llama"), tmp_path / "model"))
+def model(tiny_llama: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_llama, tmp_path / "model"))
 
 
 def change_index(model: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -569,9 +569,9 @@ class TestPacked:
 
 
 @pytest.fixture(scope="module")
-def talking(evaluable: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def talking(evaluable_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with a tokenizer."""
-    return Path(shutil.copytree(evaluable("llama"), tmp_path_factory.mktemp("talking") / "model"))
+    return Path(shutil.copytree(evaluable_llama, tmp_path_factory.mktemp("talking") / "model"))
 
 
 @pytest.mark.parametrize(

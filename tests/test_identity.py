@@ -15,7 +15,6 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.writing import run_signature
 
-Models = Callable[[str], Path]
 SIZE: dict[str, Any] = {"samples": 4, "seqlen": 48, "device_map": "cpu"}
 
 
@@ -50,9 +49,9 @@ EDITS: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.fixture
-def copy(evaluable: Models, tmp_path: Path) -> Path:
+def copy(evaluable_llama: Path, tmp_path: Path) -> Path:
     """A model that a test may edit."""
-    return Path(shutil.copytree(evaluable("llama"), tmp_path / "model"))
+    return Path(shutil.copytree(evaluable_llama, tmp_path / "model"))
 
 
 @pytest.mark.parametrize("edited", [*EDITS, "the text"])

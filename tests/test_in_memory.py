@@ -86,8 +86,8 @@ def test_the_bits_of_the_command(
     assert found.record.recipe.method == options["method"]
 
 
-def test_pruned_propagation_and_other_dtypes(models: Models, text: Path, tmp_path: Path) -> None:
-    source = models("llama")
+def test_pruned_propagation_and_other_dtypes(tiny_llama: Path, text: Path, tmp_path: Path) -> None:
+    source = tiny_llama
     out = tmp_path / "out"
     prune(
         model=source,
@@ -109,9 +109,9 @@ def test_pruned_propagation_and_other_dtypes(models: Models, text: Path, tmp_pat
     assert same(wide, load(tmp_path / "data-free", dtype=torch.float32))
 
 
-def test_parts_on_the_cpu_of_an_accelerator(models: Models, text: Path) -> None:
+def test_parts_on_the_cpu_of_an_accelerator(tiny_llama: Path, text: Path) -> None:
     """Weights that accelerate keeps in CPU memory are read and changed there."""
-    source = models("llama")
+    source = tiny_llama
     plain = load(source)
     offloaded = load(source)
     prune_model(plain, None, text, source, **GIVEN)
@@ -249,8 +249,8 @@ class Streamed(IterableDataset[str]):
         return iter(self._rows)
 
 
-def test_every_kind_of_data_gives_the_same_norms(models: Models, text: Path) -> None:
-    source = models("llama")
+def test_every_kind_of_data_gives_the_same_norms(tiny_llama: Path, text: Path) -> None:
+    source = tiny_llama
     model = load(source, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(source)
     ids = torch.tensor(tokenizer(text.read_text())["input_ids"][: 4 * 64]).reshape(4, 64)
@@ -311,27 +311,27 @@ def test_every_kind_of_data_gives_the_same_norms(models: Models, text: Path) -> 
     )
 
 
-def test_data_without_effect_is_named(models: Models, caplog: pytest.LogCaptureFixture) -> None:
-    masks_of(load(models("llama")), recipe_of(method="emp-magnitude"), ["a text"])
+def test_data_without_effect_is_named(tiny_llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    masks_of(load(tiny_llama), recipe_of(method="emp-magnitude"), ["a text"])
     assert "data has no effect: method emp-magnitude needs none" in caplog.text
-    masks_of(load(models("llama")), recipe_of(method="emp-magnitude"), samples=3)
+    masks_of(load(tiny_llama), recipe_of(method="emp-magnitude"), samples=3)
     assert "samples and seqlen have no effect: method emp-magnitude needs none" in caplog.text
     with pytest.raises(UserError, match=r"propagate.*'prune'.*pruned"):
-        prune_model(models("llama"), recipe_of(), ["Once upon a time. " * 40], propagate="prune")  # type: ignore[arg-type]
+        prune_model(tiny_llama, recipe_of(), ["Once upon a time. " * 40], propagate="prune")  # type: ignore[arg-type]
     with pytest.raises(
         UserError,
         match="--propagate pruned is for methods that need activations; magnitude needs none",
     ):
-        prune_model(models("llama"), "magnitude", propagate="pruned")
+        prune_model(tiny_llama, "magnitude", propagate="pruned")
     norms = prune_model(
-        models("llama"), None, ["Once upon a time. " * 40], samples=2, seqlen=64
+        tiny_llama, None, ["Once upon a time. " * 40], samples=2, seqlen=64
     ).activations
     with pytest.raises(UserError, match="activations and data both give the norms; give only one"):
-        prune_model(models("llama"), None, ["Once upon a time. " * 40], activations=norms)
+        prune_model(tiny_llama, None, ["Once upon a time. " * 40], activations=norms)
     with pytest.raises(
         UserError, match="--propagate pruned collects its norms itself; leave out --activations"
     ):
-        prune_model(models("llama"), None, activations=norms, propagate="pruned")
+        prune_model(tiny_llama, None, activations=norms, propagate="pruned")
 
 
 def test_own_criterion_and_scores_in_memory(models: Models) -> None:
@@ -451,11 +451,11 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-def test_a_wrapped_model_is_pruned_inside(models: Models, tmp_path: Path) -> None:
+def test_a_wrapped_model_is_pruned_inside(tiny_llama: Path, tmp_path: Path) -> None:
     """Masks and report are those of the model itself, and the wrapped one is as sparse; a
     wrapped part is refused.
     """
-    source = models("llama")
+    source = tiny_llama
     plain = masks_of(load(source), "magnitude")
     ids = torch.arange(256).reshape(4, 64) % 200
     for wrap in (
@@ -541,19 +541,19 @@ ARGUMENTS: list[tuple[Callable[[Any], object], str]] = [
 
 @pytest.mark.parametrize(("fields", "match"), FIELDS)
 def test_fields_of_other_types_are_named(
-    models: Models, fields: dict[str, Any], match: str
+    tiny_llama: Path, fields: dict[str, Any], match: str
 ) -> None:
     for function in (masks_of, prune_model):
         with pytest.raises(UserError, match=match):
-            function(models("llama"), recipe_of(**{"method": "magnitude"} | fields))
+            function(tiny_llama, recipe_of(**{"method": "magnitude"} | fields))
 
 
 @pytest.mark.parametrize(("call", "match"), ARGUMENTS)
 def test_arguments_of_other_types_are_named(
-    models: Models, call: Callable[[Any], object], match: str
+    tiny_llama: Path, call: Callable[[Any], object], match: str
 ) -> None:
     with pytest.raises(UserError, match=match):
-        call(load(models("llama")))
+        call(load(tiny_llama))
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -580,10 +580,10 @@ def test_every_option_of_every_command_has_a_type(name: str) -> None:
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_input_is_named(models: Models, case: str) -> None:
+def test_wrong_input_is_named(tiny_llama: Path, case: str) -> None:
     call, match = WRONG[case]
     with pytest.raises(UserError, match=match):
-        call(models("llama"))
+        call(tiny_llama)
 
 
 def test_a_model_that_fails_is_unchanged() -> None:
@@ -664,28 +664,28 @@ def test_convolutions_have_no_norms() -> None:
     assert torch.equal(net.first.weight, dense)
 
 
-def test_a_wrong_propagate_is_refused(models: Models) -> None:
+def test_a_wrong_propagate_is_refused(tiny_llama: Path) -> None:
     with pytest.raises(UserError, match=r"propagate.*'prune'.*pruned"):
-        prune_model(models("llama"), recipe_of(), ["Once upon a time. " * 40], propagate="prune")  # type: ignore[arg-type]
+        prune_model(tiny_llama, recipe_of(), ["Once upon a time. " * 40], propagate="prune")  # type: ignore[arg-type]
 
 
-def test_the_name_of_a_method_is_a_recipe(models: Models) -> None:
-    named = prune_model(models("llama"), "magnitude")
-    whole = prune_model(models("llama"), recipe_of(method="magnitude"))
+def test_the_name_of_a_method_is_a_recipe(tiny_llama: Path) -> None:
+    named = prune_model(tiny_llama, "magnitude")
+    whole = prune_model(tiny_llama, recipe_of(method="magnitude"))
     assert same(named.model, whole.model)
-    assert masks_of(models("llama"), "emp-magnitude").keys() == named.masks.keys()
+    assert masks_of(tiny_llama, "emp-magnitude").keys() == named.masks.keys()
     for wrong, message in (
         ("magnitud", "Did you mean magnitude?"),
         ({"method": "magnitude"}, "must be a name such as emp-wanda, got {'method'"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):
-            prune_model(models("llama"), wrong)  # type: ignore[arg-type]
+            prune_model(tiny_llama, wrong)  # type: ignore[arg-type]
 
 
 def test_a_model_that_is_already_pruned_is_named(
-    models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    report = prune_model(models("llama"), "emp-magnitude")
+    report = prune_model(tiny_llama, "emp-magnitude")
     assert "already pruned" not in caplog.text
     masks_of(report.model, "magnitude")
     assert "llama is already pruned. Its zeros count as weights" in caplog.text
@@ -695,12 +695,12 @@ def test_a_model_that_is_already_pruned_is_named(
     prune_model(tmp_path / "out", "magnitude")
     assert "out is already pruned" in caplog.text
     caplog.clear()
-    report.model.load_state_dict(load(models("llama")).state_dict())
+    report.model.load_state_dict(load(tiny_llama).state_dict())
     prune_model(report.model, "magnitude")
     assert "already pruned" not in caplog.text
 
 
-def test_a_report_in_memory_prints_as_a_short_table(models: Models) -> None:
-    report = prune_model(models("llama"), "emp-magnitude")
+def test_a_report_in_memory_prints_as_a_short_table(tiny_llama: Path) -> None:
+    report = prune_model(tiny_llama, "emp-magnitude")
     assert str(report) == repr(report) == repr(report.record)
     assert len(str(report).splitlines()) <= 8

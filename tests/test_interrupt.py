@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +37,13 @@ def stop_half_way(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", CODES)
-def test_a_run_that_is_stopped_half_way(
-    models: Callable[[str], Path], tmp_path: Path, number: int
-) -> None:
+def test_a_run_that_is_stopped_half_way(tiny_llama: Path, tmp_path: Path, number: int) -> None:
     folder = tmp_path / "run"
     logs = tmp_path / "logs"
     (folder / "out").mkdir(parents=True)
     (folder / "out" / "emp_report.json").write_text("{}")
     logs.mkdir()
-    line = ["prune --method magnitude --model", models("llama"), "--targets", TARGETS]
+    line = ["prune --method magnitude --model", tiny_llama, "--targets", TARGETS]
     line += ["--output", "out", "--overwrite"]
     done = launch(1, folder, logs, *line, prepare=lambda: stop_half_way(number))
     assert done.codes == [CODES[signal.Signals(number)]]
@@ -54,10 +51,8 @@ def test_a_run_that_is_stopped_half_way(
     assert f"kept in {folder / '.out.partial'}; the same command resumes from there" in done.error
     assert {path.name for path in folder.iterdir()} == {"out", ".out.partial"}
     assert [path.name for path in (folder / "out").iterdir()] == ["emp_report.json"]
-    prune(
-        models("llama"), method="magnitude", targets=TARGETS, output=folder / "out", overwrite=True
-    )
-    prune(models("llama"), method="magnitude", targets=TARGETS, output=tmp_path / "whole")
+    prune(tiny_llama, method="magnitude", targets=TARGETS, output=folder / "out", overwrite=True)
+    prune(tiny_llama, method="magnitude", targets=TARGETS, output=tmp_path / "whole")
     assert (folder / "out" / "emp_manifest.json").read_bytes() == (
         tmp_path / "whole" / "emp_manifest.json"
     ).read_bytes()

@@ -120,24 +120,24 @@ def test_an_expert_of_a_stack_that_lies_on_the_disk(models: Models, tmp_path: Pa
             load_model(folder, where)
 
 
-def test_missing_weights_of_a_quantised_model(models: Models, tmp_path: Path) -> None:
+def test_missing_weights_of_a_quantised_model(tiny_llama: Path, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    load_model(models("llama"), "cpu", quantization="4bit")
-    name = name_of(models("llama"), "mlp")
+    load_model(tiny_llama, "cpu", quantization="4bit")
+    name = name_of(tiny_llama, "mlp")
     with pytest.raises(UserError, match=name):
         load_model(
-            changed(models("llama"), tmp_path / "model", without(name)), "cpu", quantization="4bit"
+            changed(tiny_llama, tmp_path / "model", without(name)), "cpu", quantization="4bit"
         )
 
 
 def test_all_commands_that_load_refuse(
-    models: Models, text: Path, tmp_path: Path, command: Callable[..., object]
+    tiny_llama: Path, text: Path, tmp_path: Path, command: Callable[..., object]
 ) -> None:
     """The message names a few weights and counts the others."""
     folder = changed(
-        models("llama"),
+        tiny_llama,
         tmp_path / "model",
-        without(*(name for name in weights_of(models("llama")) if "norm" in name)),
+        without(*(name for name in weights_of(tiny_llama) if "norm" in name)),
     )
     (tmp_path / "suite.toml").write_text(f'[perplexity]\nfile = "{text}"\nseqlen = 64\n')
     given = ["--calibration", text, "--samples", 2, "--seqlen", 32, "--device-map", "cpu"]
@@ -184,13 +184,13 @@ def test_a_base_model_without_its_prefix(models: Models, tmp_path: Path) -> None
 
 
 def test_unexpected_weights_are_named(
-    models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
     extra = {
         f"model.layers.{number}.mlp.up_proj.weight": torch.zeros(80, 32) for number in (2, 3, 4, 5)
     }
-    load_model(changed(models("llama"), tmp_path / "model", lambda tensors: tensors | extra), "cpu")
+    load_model(changed(tiny_llama, tmp_path / "model", lambda tensors: tensors | extra), "cpu")
     (warning,) = [message for message in caplog.messages if message.startswith("warning:")]
     assert "4 tensors" in warning
     assert "model.layers.2.mlp.up_proj.weight" in warning
@@ -227,7 +227,7 @@ def test_memory_that_runs_out_while_loading(
     ],
 )
 def test_errors_of_transformers(
-    models: Models, monkeypatch: pytest.MonkeyPatch, error: Exception, sentence: str | None
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, sentence: str | None
 ) -> None:
     """Those that users can fix are shown in full; the others keep their traceback."""
 
@@ -236,12 +236,12 @@ def test_errors_of_transformers(
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
     with pytest.raises(UserError if sentence else type(error), match=sentence or str(error)):
-        load_model(models("llama"), "cpu")
+        load_model(tiny_llama, "cpu")
 
 
-def test_tokenizers_that_cannot_be_loaded(models: Models, tmp_path: Path) -> None:
+def test_tokenizers_that_cannot_be_loaded(tiny_llama: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    shutil.copytree(models("llama"), folder)
+    shutil.copytree(tiny_llama, folder)
     (folder / "tokenizer.json").write_text(
         json.dumps({"version": "1.0", "added_tokens": [], "model": {"type": "Abacus"}})
     )
@@ -262,7 +262,7 @@ def test_tokenizers_that_cannot_be_loaded(models: Models, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_the_bar_of_transformers_is_for_terminals(
-    models: Models,
+    tiny_llama: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     terminal: bool,
@@ -270,7 +270,7 @@ def test_the_bar_of_transformers_is_for_terminals(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     enabled = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.enable_progress_bar()
-    load_model(models("llama"), "cpu")
+    load_model(tiny_llama, "cpu")
     assert ("Loading weights" in capfd.readouterr().err) == terminal
     assert transformers.utils.logging.is_progress_bar_enabled(), "as it was before"
     if not enabled:

@@ -2,7 +2,6 @@
 
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -317,13 +316,11 @@ def test_wanda_rounds_the_product_once() -> None:
 
 
 @pytest.mark.parametrize("group", ["row", "matrix", "all"])
-def test_masks_in_any_order_are_the_same(
-    models: Callable[[str], Path], tmp_path: Path, group: Group
-) -> None:
+def test_masks_in_any_order_are_the_same(tiny_llama: Path, tmp_path: Path, group: Group) -> None:
     """Of equal scores, which are most of a group of all here, those of the first targets stay,
     whoever is asked first.
     """
-    source = Path(shutil.copytree(models("llama"), tmp_path / "coarse"))
+    source = Path(shutil.copytree(tiny_llama, tmp_path / "coarse"))
     for shard in source.glob("*.safetensors"):
         save_file(
             {name: (tensor * 8).round() / 8 for name, tensor in load_file(shard).items()},

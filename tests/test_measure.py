@@ -48,12 +48,10 @@ def test_measures_are_what_prune_reports(
             assert entry[key] == report[key], (criterion, order, key)
 
 
-def test_numbers_are_the_oracles(
-    models: Models, norms: Callable[[str], Path], tmp_path: Path
-) -> None:
-    source = models("llama")
-    record = measure(source, output=tmp_path / "m.json", orders="1,2", activations=norms("llama"))
-    held = oracle.load_norms(norms("llama"))
+def test_numbers_are_the_oracles(tiny_llama: Path, llama_norms: Path, tmp_path: Path) -> None:
+    source = tiny_llama
+    record = measure(source, output=tmp_path / "m.json", orders="1,2", activations=llama_norms)
+    held = oracle.load_norms(llama_norms)
     for entry in record["measures"]:
         for layer, matrix in entry["matrices"].items():
             weights = oracle.weight(source, matrix["tensor"])
@@ -126,10 +124,10 @@ def test_deep_models_fit_the_table() -> None:
     assert "50.00 %" in last
 
 
-def test_from_the_command_line(models: Models, text: Path, command: Run, tmp_path: Path) -> None:
+def test_from_the_command_line(tiny_llama: Path, text: Path, command: Run, tmp_path: Path) -> None:
     line = [
         "measure --samples 4 --seqlen 64 --output m.json --model",
-        models("llama"),
+        tiny_llama,
         "--calibration",
         text,
     ]
@@ -143,7 +141,7 @@ def test_from_the_command_line(models: Models, text: Path, command: Run, tmp_pat
     assert "it exists; name another file, or add --overwrite" in again.stderr
     assert (tmp_path / "m.json").read_bytes() == before
     magnitude = measure(
-        models("llama"),
+        tiny_llama,
         output=tmp_path / "m2.json",
         criteria="magnitude",
         calibration="no such text",

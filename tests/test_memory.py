@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,6 @@ from emp_llm.evaluation.perplexity import _logits
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import load_model
 
-Models = Callable[[str], Path]
 MACHINE = 1 << 34
 
 
@@ -79,12 +77,12 @@ def fail(*_: Any, **__: Any) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def test_no_room_while_a_model_runs(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_while_a_model_runs(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the weights of a block, and after the last block. The whole model is not tried after
     its blocks.
     """
     ids = torch.arange(80).view(2, 40)
-    model = load_model(models("llama"), "disk")
+    model = load_model(tiny_llama, "disk")
     with BlockwiseModel(model).walk([ids]) as walk, monkeypatch.context() as patch:
         patch.setattr(AlignDevicesHook, "pre_forward", fail)
         with pytest.raises(
@@ -95,7 +93,7 @@ def test_no_room_while_a_model_runs(models: Models, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(model.model.layers[1], "forward", fail)
     with pytest.raises(OutOfMemory, match="--batch-size"):
         list(_logits(model, [ids]))
-    model = load_model(models("llama"), "cpu")
+    model = load_model(tiny_llama, "cpu")
     runner = BlockwiseModel(model)
     runner.prepare(ids)
     monkeypatch.setattr(model.lm_head, "forward", fail)

@@ -64,9 +64,9 @@ def known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def common(models: Models, text: Path) -> dict[str, Any]:
+def common(tiny_llama: Path, text: Path) -> dict[str, Any]:
     return {
-        "model": str(models("llama")),
+        "model": str(tiny_llama),
         "calibration": str(text),
         "samples": 4,
         "seqlen": 64,

@@ -2,7 +2,7 @@
 through the commands.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -43,9 +43,9 @@ class Pairs(Neurons):
         return {"intermediate_size": 2 * stays[self.block]}
 
 
-def test_what_a_kind_does_not_have(models: Callable[[str], Path]) -> None:
+def test_what_a_kind_does_not_have(tiny_llama: Path) -> None:
     """The options refuse it; a kind that is not in their table meets a sentence."""
-    (layers,) = unit_model(models("llama"), Structure(units="layers")).units
+    (layers,) = unit_model(tiny_llama, Structure(units="layers")).units
     with pytest.raises(UserError, match="layers have no score by their weights"):
         unit_scores([layers], "magnitude")
 
@@ -61,13 +61,13 @@ def test_what_a_kind_does_not_have(models: Callable[[str], Path]) -> None:
 )
 def test_it_goes_through_the_commands(
     options: dict[str, Any],
-    models: Callable[[str], Path],
+    tiny_llama: Path,
     text: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(KINDS, "neurons", Pairs)
-    source = models("llama")
+    source = tiny_llama
     out = tmp_path / "out"
     texts = {} if "magnitude" in options["method"] else {"calibration": str(text), "samples": 4}
     given = {"width_multiple": 1, "device_map": "cpu"} | texts | options

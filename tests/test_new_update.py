@@ -3,7 +3,6 @@ goes through the commands.
 """
 
 import io
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,9 +93,9 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["fixed", "emp", "pattern and refit"],
 )
 def test_it_goes_through_the_commands(
-    how: dict[str, Any], models: Callable[[str], Path], text: Path, tmp_path: Path
+    how: dict[str, Any], tiny_llama: Path, text: Path, tmp_path: Path
 ) -> None:
-    source = models("llama")
+    source = tiny_llama
     report = prune(
         model=str(source),
         calibration=str(text),
@@ -137,11 +136,9 @@ def test_it_goes_through_the_commands(
     assert torch.equal(state[name], pruned[name])
 
 
-def test_a_sweep_takes_it(
-    models: Callable[[str], Path], text: Path, task_suite: Path, tmp_path: Path
-) -> None:
+def test_a_sweep_takes_it(tiny_llama: Path, text: Path, task_suite: Path, tmp_path: Path) -> None:
     swept = sweep(
-        model=models("llama"),
+        model=tiny_llama,
         methods="shrink,wanda",
         sparsities="0.25",
         part=0.5,
@@ -158,8 +155,8 @@ def test_a_sweep_takes_it(
     assert shrunk.recipe == Recipe(score=Magnitude(), counts=Share(0.25), update=Shrink(part=0.5))
 
 
-def test_the_shell_takes_its_option(models: Callable[[str], Path]) -> None:
-    line = [str(models("llama")), "--method", "shrink", "--part", "0.25"]
+def test_the_shell_takes_its_option(tiny_llama: Path) -> None:
+    line = [str(tiny_llama), "--method", "shrink", "--part", "0.25"]
     words = options_from("prune", line).groups["words"]
     assert words.recipe.update == Shrink(part=0.25)
     assert "--part <float>" in help_of_all("prune")
@@ -180,10 +177,8 @@ def help_of_all(name: str) -> str:
     return shown.getvalue()
 
 
-def test_a_score_with_a_parameter(
-    models: Callable[[str], Path], text: Path, tmp_path: Path
-) -> None:
-    source = models("llama")
+def test_a_score_with_a_parameter(tiny_llama: Path, text: Path, tmp_path: Path) -> None:
+    source = tiny_llama
     how = {"calibration": str(text), "device_map": "cpu", **TEXT}
     report = prune(source, method="emp-power", power=0.5, output=tmp_path / "out", **how)
     recipe = read_manifest(tmp_path / "out").recipe
@@ -205,7 +200,7 @@ def test_a_record_of_an_unknown_update_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_verify_counts_its_weights(
-    models: Callable[[str], Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     solve = Shrink.solve
 
@@ -217,12 +212,12 @@ def test_verify_counts_its_weights(
         )
 
     monkeypatch.setattr(Shrink, "solve", all_weights)
-    source = models("llama")
+    source = tiny_llama
     how = {"method": "shrink", "sparsity": 0.5, "device_map": "cpu", "check": False}
     prune(model=str(source), calibration=str(text), output=tmp_path / "out", **how, **TEXT)
     assert verify(tmp_path / "out", source=str(source)).differences
 
 
-def test_rows_are_its_groups(models: Callable[[str], Path], tmp_path: Path) -> None:
+def test_rows_are_its_groups(tiny_llama: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--group all does not go with method shrink"):
-        prune(model=str(models("llama")), method="shrink", group="all", output=tmp_path / "out")
+        prune(model=str(tiny_llama), method="shrink", group="all", output=tmp_path / "out")

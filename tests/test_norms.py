@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,15 +56,13 @@ def test_totals_lie_side_by_side() -> None:
     assert torch.equal(sums.value(NORM, "large"), torch.ones(300_000))
 
 
-def test_activations_name_no_folders(
-    models: Callable[[str], Path], text: Path, tmp_path: Path
-) -> None:
+def test_activations_name_no_folders(tiny_llama: Path, text: Path, tmp_path: Path) -> None:
     """Files of norms are shared: they hold the names of the model and the text, and no paths of
     a machine.
     """
     dense = tmp_path / "dense"
     matched = tmp_path / "matched"
-    shutil.copytree(models("llama"), dense)
+    shutil.copytree(tiny_llama, dense)
     prune(dense, output=matched, method="magnitude", sparsity=0.3)
     prune(
         dense,
@@ -98,15 +95,15 @@ def test_activations_name_no_folders(
 
 
 def test_older_files_with_folders(
-    norms: Callable[[str], Path],
-    models: Callable[[str], Path],
+    llama_norms: Path,
+    tiny_llama: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """They are read as before, and a file for other weights is noticed by its identity,
     regardless of names.
     """
-    found = Activations.load(norms("llama"))
+    found = Activations.load(llama_norms)
     text = TextRecord(file="/home/someone/text.txt")
     for identity, warned in ((found.about.identity, False), ("another", True)):
         caplog.clear()
@@ -115,5 +112,5 @@ def test_older_files_with_folders(
         )
         replace(found, about=about).save(tmp_path / "old")
         assert Activations.load(tmp_path / "old").about == about
-        prune(models("llama"), output=tmp_path / f"out-{warned}", activations=tmp_path / "old")
+        prune(tiny_llama, output=tmp_path / f"out-{warned}", activations=tmp_path / "old")
         assert any("come from other weights" in message for message in caplog.messages) == warned

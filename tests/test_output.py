@@ -5,7 +5,6 @@ replaced as a whole or kept.
 import errno
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,6 @@ from emp_llm.checkpoint.output import OutputFile, OutputFolder, write_folder
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import CARD_MARK
 from emp_llm.records.source import CalibrationRecord
-
-Models = Callable[[str], Path]
 
 
 def test_activations_file_depends_only_on_its_content(tmp_path: Path) -> None:
@@ -62,12 +59,12 @@ def test_interrupt_between_the_renames_of_a_report(
 
 
 def test_older_output_is_kept_until_it_is_replaced(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run is killed between the two renames, fails at the second, or is killed after both: one
     whole output is there.
     """
-    source = models("llama")
+    source = tiny_llama
     out = tmp_path / "out"
     before = oracle.digest(source)
     options = {"model": source, "output": out, "method": "emp-magnitude"}
@@ -103,13 +100,13 @@ def test_older_output_is_kept_until_it_is_replaced(
 
 
 def test_output_that_appears_during_the_run(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An output of another run is not replaced without --overwrite: neither at the start of this
     run, nor at its end.
     """
     options = {
-        "model": models("llama"),
+        "model": tiny_llama,
         "output": tmp_path / "out",
         "method": "emp-magnitude",
     }
@@ -219,7 +216,7 @@ def _of_a_user(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["work", "lock", "files", "manifest", "calibration", "hard link"])
-def test_links_in_the_place_of_work(models: Models, tmp_path: Path, kind: str) -> None:
+def test_links_in_the_place_of_work(tiny_llama: Path, tmp_path: Path, kind: str) -> None:
     """A repository or an archive can hold them. They are neither followed nor emptied, and
     nothing appears behind them.
     """
@@ -249,9 +246,7 @@ def test_links_in_the_place_of_work(models: Models, tmp_path: Path, kind: str) -
             UserError,
             match=r"is a link. emp-llm makes none for its work and follows none; delete it",
         ):
-            prune(
-                models("llama"), output=place / "out", method="emp-magnitude", overwrite=overwrite
-            )
+            prune(tiny_llama, output=place / "out", method="emp-magnitude", overwrite=overwrite)
         assert [path.name for path in mine.iterdir()] == ["thesis.txt"]
         assert (mine / "thesis.txt").read_text() == "years of work"
         assert not (place / "out").exists()
@@ -260,7 +255,7 @@ def test_links_in_the_place_of_work(models: Models, tmp_path: Path, kind: str) -
 @pytest.mark.parametrize("name", ["manifest.json", "lock"])
 @pytest.mark.parametrize("kind", ["pipe", "folder", "another value", "nested"])
 def test_what_is_no_file_of_ours_in_a_work_folder(
-    models: Models, tmp_path: Path, name: str, kind: str, caplog: pytest.LogCaptureFixture
+    tiny_llama: Path, tmp_path: Path, name: str, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Notes that have changed begin again; a lock that is none is refused, and so is a pipe."""
     with OutputFolder(tmp_path / "out", [], 0) as out:
@@ -278,16 +273,16 @@ def test_what_is_no_file_of_ours_in_a_work_folder(
     how = {"method": "magnitude", "output": tmp_path / "out", "overwrite": True}
     if name == "lock" or kind == "pipe":
         with pytest.raises(UserError, match=r" is (a folder|a pipe|no lock of emp-llm)"):
-            prune(models("llama"), **how)
+            prune(tiny_llama, **how)
     else:
-        prune(models("llama"), **how)
+        prune(tiny_llama, **how)
         assert "manifest.json is damaged (" in caplog.text
 
 
 @pytest.mark.parametrize("name", [".out.partial", ".out.calibration"])
 @pytest.mark.parametrize("beside", ["", "manifest.json", "lock", "state.json"])
 def test_a_folder_of_the_user_with_a_name_of_ours(
-    models: Models, tmp_path: Path, name: str, beside: str
+    tiny_llama: Path, tmp_path: Path, name: str, beside: str
 ) -> None:
     """It is the user's as soon as it holds a file of another name, whatever lies beside that."""
     mine = _of_a_user(tmp_path / name)
@@ -301,7 +296,7 @@ def test_a_folder_of_the_user_with_a_name_of_ours(
             r"the folder is neither used",
         ):
             prune(
-                models("llama"),
+                tiny_llama,
                 output=tmp_path / "out",
                 method="emp-magnitude",
                 overwrite=overwrite,
@@ -332,13 +327,13 @@ def test_links_in_the_place_of_work_on_a_file(tmp_path: Path, name: str) -> None
     assert (tmp_path / ".results.json.lock").read_text() == "a note"
 
 
-def test_overwrite_deletes_nothing_of_the_user(models: Models, tmp_path: Path) -> None:
+def test_overwrite_deletes_nothing_of_the_user(tiny_llama: Path, tmp_path: Path) -> None:
     """Only an output in which emp-llm wrote every file is replaced: pruned, packed; not a dense
     model.
     """
     out = tmp_path / "out"
     options = {
-        "model": models("llama"),
+        "model": tiny_llama,
         "output": out,
         "method": "emp-magnitude",
         "overwrite": True,
@@ -363,7 +358,7 @@ def test_overwrite_deletes_nothing_of_the_user(models: Models, tmp_path: Path) -
     (packed / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"it also holds notes.txt"):
         prune(**options | {"output": packed})
-    shutil.copytree(models("llama"), tmp_path / "dense")
+    shutil.copytree(tiny_llama, tmp_path / "dense")
     with pytest.raises(UserError, match="it is not a model folder that emp-llm wrote"):
         prune(**options | {"output": tmp_path / "dense"})
 
@@ -386,7 +381,7 @@ def test_overwrite_of_a_report_deletes_nothing_of_the_user(tmp_path: Path) -> No
 
 
 def test_overwrite_replaces_all_that_emp_llm_wrote(
-    models: Models, runs: Path, tmp_path: Path
+    tiny_llama: Path, runs: Path, tmp_path: Path
 ) -> None:
     """The card of a push, what a pack held beside the model, and figures that the next report
     does not have.
@@ -395,7 +390,7 @@ def test_overwrite_replaces_all_that_emp_llm_wrote(
     packed = tmp_path / "packed"
     restored = tmp_path / "restored"
     options = {
-        "model": models("llama"),
+        "model": tiny_llama,
         "output": out,
         "method": "emp-magnitude",
         "overwrite": True,
@@ -412,7 +407,7 @@ def test_overwrite_replaces_all_that_emp_llm_wrote(
     (restored / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"it also holds notes\.txt"):
         unpack(packed, restored, overwrite=True)
-    shutil.copytree(models("llama"), tmp_path / "dense")
+    shutil.copytree(tiny_llama, tmp_path / "dense")
     with pytest.raises(UserError, match="it is not a model folder that emp-llm wrote"):
         unpack(packed, tmp_path / "dense", overwrite=True)
     report([runs / name for name in NAMES], output=tmp_path / "report")
@@ -420,10 +415,10 @@ def test_overwrite_replaces_all_that_emp_llm_wrote(
     report([runs / "half"], output=tmp_path / "report", overwrite=True)
 
 
-def test_a_private_model_stays_private(models: Models, tmp_path: Path) -> None:
+def test_a_private_model_stays_private(tiny_llama: Path, tmp_path: Path) -> None:
     source = tmp_path / "model"
     out = tmp_path / "out"
-    shutil.copytree(models("llama"), source)
+    shutil.copytree(tiny_llama, source)
     for shard in source.glob("*.safetensors"):
         shard.chmod(0o600)
     (source / ".old.safetensors").symlink_to("nowhere")

@@ -76,15 +76,13 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def refused(command: Run, models: Callable[[str], Path], tmp_path: Path) -> Refused:
+def refused(command: Run, tiny_llama: Path, tmp_path: Path) -> Refused:
     """Check that a prune of the tiny Llama with some options ends with one matching error, and
     leaves no output.
     """
 
     def call(match: str, *options: object) -> None:
-        done = command(
-            "prune --model", models("llama"), *options, "--output", tmp_path / "out", code=2
-        )
+        done = command("prune --model", tiny_llama, *options, "--output", tmp_path / "out", code=2)
         assert (
             len(
                 [
@@ -108,9 +106,9 @@ def targets(run: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("method", ["emp-my_ria", "my_ria"])
 def test_a_criterion_by_name_prunes_by_its_scores(
-    command: Run, models: Callable[[str], Path], text: Path, code: Path, tmp_path: Path, method: str
+    command: Run, tiny_llama: Path, text: Path, code: Path, tmp_path: Path, method: str
 ) -> None:
-    source = models("llama")
+    source = tiny_llama
     out = tmp_path / "out"
     # emp-my_ria is the default with this criterion.
     how = ["--method", method] if method == "my_ria" else []
@@ -165,28 +163,26 @@ if __name__ == "__main__":
 
 def test_a_criterion_of_a_script_is_kept_beside_the_report(
     command: Run,
-    models: Callable[[str], Path],
+    tiny_llama: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     script = tmp_path / "nb3.py"
-    script.write_text(SCRIPT.format(source=str(models("llama"))))
+    script.write_text(SCRIPT.format(source=str(tiny_llama)))
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(script), run_name="__main__")
     assert report_of(tmp_path / "saved")["recipe"]["score"]["own"]["function"] == "nb3.py:my_score"
     script.unlink()
-    line = ["verify saved --source", models("llama")]
+    line = ["verify saved --source", tiny_llama]
     (given,) = re.findall(r"--criterion (\S+): this runs", command(*line, code=2).stderr)
     assert "0 differences" in command(*line, "--criterion", given).stdout
 
 
-def test_a_criterion_without_a_file(
-    command: Run, models: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_criterion_without_a_file(command: Run, tiny_llama: Path, tmp_path: Path) -> None:
     names = {"__name__": "__main__"}
     exec("def my_score(weight):\n    return weight.abs()", names)
-    prune(model=models("llama"), criterion=names["my_score"], output=tmp_path / "out")
-    refused = command("verify out --source", models("llama"), code=2).stderr
+    prune(model=tiny_llama, criterion=names["my_score"], output=tmp_path / "out")
+    refused = command("verify out --source", tiny_llama, code=2).stderr
     assert "Write it to one, and add --criterion FILE.py:my_score" in refused
     assert not (tmp_path / "out" / "emp_llm").exists()
 
@@ -262,10 +258,10 @@ def test_scores_equal_to_the_magnitudes_give_the_masks_of_magnitude(
 
 
 def test_sweep_measure_and_report_know_the_criterion(
-    models: Callable[[str], Path], text: Path, code: Path, tmp_path: Path, task_suite: Path
+    tiny_llama: Path, text: Path, code: Path, tmp_path: Path, task_suite: Path
 ) -> None:
     common = {
-        "model": models("llama"),
+        "model": tiny_llama,
         "criterion": "my_scores:my_ria",
         "calibration": str(text),
     }
@@ -300,7 +296,7 @@ def test_sweep_measure_and_report_know_the_criterion(
     assert "my_ria" in (tmp_path / "page" / "report.md").read_text()
 
 
-def test_two_criteria_of_one_name_decide_their_own_masks(models: Callable[[str], Path]) -> None:
+def test_two_criteria_of_one_name_decide_their_own_masks(tiny_llama: Path) -> None:
     """A recipe holds its criterion; no table of the process lets the later one take the place of
     the earlier one.
     """
@@ -326,7 +322,7 @@ def test_two_criteria_of_one_name_decide_their_own_masks(models: Callable[[str],
             recipe_of(**wrong)
     recipes = [recipe_of(method="mine", criterion=criterion(sign)) for sign in (1, -1)]
     found, other, magnitude = (
-        masks_of(str(models("llama")), each) for each in (*recipes, recipe_of(method="magnitude"))
+        masks_of(str(tiny_llama), each) for each in (*recipes, recipe_of(method="magnitude"))
     )
     assert all(torch.equal(found[name], magnitude[name]) for name in magnitude)
     assert not any(torch.equal(other[name], magnitude[name]) for name in magnitude)
@@ -344,10 +340,10 @@ def test_a_file_of_the_user_shadows_no_module(code: Path, tmp_path: Path) -> Non
 
 
 def test_a_criterion_that_raises_keeps_its_traceback(
-    models: Callable[[str], Path], code: Path, tmp_path: Path
+    tiny_llama: Path, code: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ZeroDivisionError, match="mine") as caught:
-        prune(model=models("llama"), criterion="my_scores:raising", output=tmp_path / "out")
+        prune(model=tiny_llama, criterion="my_scores:raising", output=tmp_path / "out")
     (note,) = [note for note in caught.value.__notes__ if "criterion" in note]
     assert "raised by the criterion raising for model.layers.0.mlp" in note
 
@@ -374,9 +370,9 @@ WRONG: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_scores_are_named(
-    refused: Refused, models: Callable[[str], Path], tmp_path: Path, case: str
+    refused: Refused, tiny_llama: Path, tmp_path: Path, case: str
 ) -> None:
-    shards = [load_file(shard) for shard in models("llama").glob("*.safetensors")]
+    shards = [load_file(shard) for shard in tiny_llama.glob("*.safetensors")]
     scores = {name: tensor.float().abs() for shard in shards for name, tensor in shard.items()}
     WRONG[case][0](scores)
     save_file(scores, tmp_path / "s.safetensors")

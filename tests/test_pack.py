@@ -47,10 +47,10 @@ def packed_with(source: Path, folder: Path, layout: PackLayout) -> PackedSizes:
 
 
 @pytest.fixture(scope="module")
-def packed_llama(pruned: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def packed_llama(pruned_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pruned checkpoint, packed raw. Read-only."""
     folder = tmp_path_factory.mktemp("packed") / "packed"
-    pack(pruned("llama"), folder)
+    pack(pruned_llama, folder)
     return folder
 
 
@@ -233,15 +233,15 @@ def test_sizes_of_gaussian_weights(tmp_path: Path) -> None:
     "options", [{}, {"zstd": True}, {"mask_only": True}, {"mask_only": True, "zstd": True}]
 )
 def test_damage_is_refused_and_leaves_nothing(
-    pruned: Callable[[str], Path], models: Models, tmp_path: Path, options: dict[str, bool]
+    pruned_llama: Path, tiny_llama: Path, tmp_path: Path, options: dict[str, bool]
 ) -> None:
     """A flipped bit is refused, or has no effect (in the padding of a header): the output is
     right, or there is none.
     """
     packed = tmp_path / "packed"
-    pack(pruned("llama"), packed, **options)
-    base = str(models("llama")) if "mask_only" in options else None
-    wanted = contents(pruned("llama"))
+    pack(pruned_llama, packed, **options)
+    base = str(tiny_llama) if "mask_only" in options else None
+    wanted = contents(pruned_llama)
     rng = np.random.default_rng(0)
     refused = 0
     files = sorted(path for path in packed.rglob("*") if path.is_file())
@@ -326,10 +326,8 @@ def test_hostile_lists_are_refused(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["packed"]
 
 
-def test_wrong_use_is_answered(
-    pruned: Callable[[str], Path], models: Models, tmp_path: Path
-) -> None:
-    source = shutil.copytree(pruned("llama"), tmp_path / "source")
+def test_wrong_use_is_answered(pruned_llama: Path, tiny_llama: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(pruned_llama, tmp_path / "source")
     pack(source, tmp_path / "packed")
     for call, said in (
         (lambda: pack(tmp_path / "packed", tmp_path / "x"), "a packed checkpoint. Unpack it first"),
@@ -341,12 +339,12 @@ def test_wrong_use_is_answered(
         ),
         (lambda: pack(source, source), "it is the input"),
         (
-            lambda: pack(models("llama"), tmp_path / "x", mask_only=True),
+            lambda: pack(tiny_llama, tmp_path / "x", mask_only=True),
             "it has no zeros, so it has no mask",
         ),
         (lambda: unpack(source, tmp_path / "x"), "no emp_pack.json in it"),
         (
-            lambda: unpack(tmp_path / "packed", tmp_path / "x", base=str(models("llama"))),
+            lambda: unpack(tmp_path / "packed", tmp_path / "x", base=str(tiny_llama)),
             "leave --base out",
         ),
         (lambda: unpack(tmp_path / "packed", source), "output .*: it exists"),
@@ -366,9 +364,9 @@ def test_wrong_use_is_answered(
 
 
 def test_refused_with_the_remedy(
-    pruned: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pruned_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pack(pruned("llama"), tmp_path / "packed", zstd=True)
+    pack(pruned_llama, tmp_path / "packed", zstd=True)
     told = (tmp_path / "packed" / "emp_pack.json").read_text()
     for more, said in (
         ({"format": "emp-llm pack 4"}, r"a newer emp-llm wrote it.*Update emp-llm"),
@@ -383,17 +381,15 @@ def test_refused_with_the_remedy(
         UserError,
         match=r"--zstd needs zstandard. Install it: pip install zstandard",
     ):
-        pack(pruned("llama"), tmp_path / "x", zstd=True)
+        pack(pruned_llama, tmp_path / "x", zstd=True)
     with pytest.raises(UserError, match=r"pip install zstandard"):
         unpack(tmp_path / "packed", tmp_path / "x")
 
 
-def test_from_the_shell(
-    pruned: Callable[[str], Path], models: Models, command: Run, tmp_path: Path
-) -> None:
-    done = command("pack --mask-only", pruned("llama"), "packed")
+def test_from_the_shell(pruned_llama: Path, tiny_llama: Path, command: Run, tmp_path: Path) -> None:
+    done = command("pack --mask-only", pruned_llama, "packed")
     assert "tensors sparse" in done.stdout
-    unpack(tmp_path / "packed", tmp_path / "back", base=str(models("llama")))
+    unpack(tmp_path / "packed", tmp_path / "back", base=str(tiny_llama))
     AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     wrong = command("unpack", "packed", "other", code=2)
     assert wrong.stderr.startswith("error: ")

@@ -5,6 +5,7 @@ offloaded models.
 import json
 import math
 import weakref
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -36,8 +37,8 @@ def independent(model: Any, tokens: torch.Tensor, block: int) -> float:
 
 
 @pytest.mark.parametrize(("length", "block"), [(650, 64), (641, 64), (50, 64), (600, 128)])
-def test_equals_the_independent_computation(models: Any, length: int, block: int) -> None:
-    model = load_model(models("llama"), "cpu", "float32")
+def test_equals_the_independent_computation(tiny_llama: Path, length: int, block: int) -> None:
+    model = load_model(tiny_llama, "cpu", "float32")
     tokens = torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(0))
     expected = independent(model, tokens, block)
     for batch_size in (None, 1, 3):
@@ -48,8 +49,8 @@ def test_equals_the_independent_computation(models: Any, length: int, block: int
         assert result.blocks == length // block + (ends > 1)
 
 
-def test_a_limit_takes_the_first_blocks_and_is_recorded(models: Any) -> None:
-    model = load_model(models("llama"), "cpu", "float32")
+def test_a_limit_takes_the_first_blocks_and_is_recorded(tiny_llama: Path) -> None:
+    model = load_model(tiny_llama, "cpu", "float32")
     tokens = torch.randint(0, 256, (300,), generator=torch.Generator().manual_seed(0))
     part = perplexity(model, tokens, 64, limit=3)
     assert part.partial
@@ -60,8 +61,8 @@ def test_a_limit_takes_the_first_blocks_and_is_recorded(models: Any) -> None:
 
 
 @pytest.mark.parametrize("device_map", ["cpu", "disk"])
-def test_logits_of_one_batch_are_in_memory_at_a_time(models: Any, device_map: str) -> None:
-    model = load_model(models("llama"), device_map, "float32")
+def test_logits_of_one_batch_are_in_memory_at_a_time(tiny_llama: Path, device_map: str) -> None:
+    model = load_model(tiny_llama, device_map, "float32")
     seen = []
     alive = []
 
@@ -76,9 +77,9 @@ def test_logits_of_one_batch_are_in_memory_at_a_time(models: Any, device_map: st
     )
 
 
-def test_losses_that_are_too_large_or_not_finite(models: Any) -> None:
+def test_losses_that_are_too_large_or_not_finite(tiny_llama: Path) -> None:
     """An infinite perplexity is null in JSON, and the loss stands beside it."""
-    model = load_model(models("llama"), "cpu", "float32")
+    model = load_model(tiny_llama, "cpu", "float32")
     with pytest.raises(UserError, match="at least 2 tokens, got 1"):
         perplexity(model, torch.tensor([1]), 64)
     model.lm_head.weight.data *= 1e5

@@ -23,7 +23,6 @@ from emp_llm.common.ranks import ranks
 from emp_llm.healing import training
 from emp_llm.in_memory.model_report import ModelReport
 
-Models = Callable[[str], Path]
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 TEXT = {"samples": 4, "seqlen": 32, "batch_size": 1, "device_map": "cpu"}
 
@@ -92,15 +91,15 @@ def start_nothing() -> None:
     ],
 )
 def test_library_calls_in_a_script_of_two_processes(
-    models: Models,
-    evaluable: Models,
+    tiny_llama: Path,
+    evaluable_llama: Path,
     text: Path,
     task_suite: Path,
     tmp_path: Path,
     start: Callable[[], None],
 ) -> None:
-    folder = models("llama")
-    judged = evaluable("llama")
+    folder = tiny_llama
+    judged = evaluable_llama
     ids = tokens()
     refitted = recipe_of("emp-wanda", refit=True)
     alone = weights(prune_model(load(folder), refitted, ids))
@@ -159,15 +158,15 @@ def test_library_calls_in_a_script_of_two_processes(
     assert done.codes == [0, 0], done.error
 
 
-def test_ranks_go_back_to_the_same_weights(models: Models, tmp_path: Path) -> None:
+def test_ranks_go_back_to_the_same_weights(tiny_llama: Path, tmp_path: Path) -> None:
     """A training that takes its best weights again takes them on all ranks."""
 
     def work(rank: int) -> None:
         start_torch()
         training.rate_of = lambda config: 0.3  # too high
-        model = load(models("llama"))
+        model = load(tiny_llama)
         masks = masks_of(model, "emp-magnitude")
-        healed = heal_model(model, load(models("llama")), tokens(), masks=masks, steps=10)
+        healed = heal_model(model, load(tiny_llama), tokens(), masks=masks, steps=10)
         losses = [loss for _, loss in healed.curve]
         assert losses[1] > 1.02 * losses[0]
         one, other = ranks().gather([values.detach() for values in model.parameters()])
@@ -196,7 +195,7 @@ def test_errors_in_the_group_of_a_script_are_torchs(tmp_path: Path) -> None:
 
 
 def test_a_command_that_one_process_of_a_script_calls(
-    models: Models, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It does not wait for the others without end."""
     monkeypatch.setattr("emp_llm.common.ranks._MEETING", timedelta(seconds=1))
@@ -205,7 +204,7 @@ def test_a_command_that_one_process_of_a_script_calls(
         distributed.init_process_group("gloo")
         if rank == 0:
             with pytest.raises(UserError, match=r"2 processes.*call it in each"):
-                calibrate(models("llama"), calibration=str(text), output=tmp_path / "norms", **TEXT)
+                calibrate(tiny_llama, calibration=str(text), output=tmp_path / "norms", **TEXT)
         else:
             time.sleep(2)
         os._exit(0)
@@ -231,7 +230,7 @@ def test_a_command_that_one_process_of_a_script_calls(
     ],
 )
 def test_left_over_variables(
-    models: Models,
+    tiny_llama: Path,
     text: Path,
     task_suite: Path,
     tmp_path: Path,
@@ -243,7 +242,7 @@ def test_left_over_variables(
     """One process does the whole work, also in the packages that it uses, and says so."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    line = ["--model", models("llama"), "--calibration", text, "--samples", 20, "--seqlen", 32]
+    line = ["--model", tiny_llama, "--calibration", text, "--samples", 20, "--seqlen", 32]
     done = command("prune", *line, "--heal", "--heal-steps", 1, "--output", tmp_path / "out")
     assert "of the targets" in done.stdout
     assert json.loads((tmp_path / "out" / "emp_report.json").read_text())
@@ -267,7 +266,7 @@ def test_left_over_variables(
     ],
 )
 def test_wrong_variables(
-    models: Models,
+    tiny_llama: Path,
     command: Command,
     monkeypatch: pytest.MonkeyPatch,
     variables: dict[str, str],
@@ -275,7 +274,7 @@ def test_wrong_variables(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    done = command("prune --method emp-magnitude --model", models("llama"), code=2)
+    done = command("prune --method emp-magnitude --model", tiny_llama, code=2)
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
 

@@ -82,7 +82,7 @@ def test_packages_that_take_seconds_are_shown(
 
 
 def test_stages_and_tasks_of_a_run_are_named(
-    evaluable: Any,
+    evaluable_llama: Path,
     task_suite: Path,
     tmp_path: Path,
     monkeypatch: Any,
@@ -94,7 +94,7 @@ def test_stages_and_tasks_of_a_run_are_named(
     clock = SimpleNamespace(monotonic=lambda: next(minutes), perf_counter=time.perf_counter)
     monkeypatch.setattr(progress, "time", clock)
     prune(
-        model=evaluable("llama"),
+        model=evaluable_llama,
         output=tmp_path / "out",
         method="emp-magnitude",
         evaluate=str(task_suite),
@@ -114,7 +114,7 @@ def test_stages_and_tasks_of_a_run_are_named(
 
 @pytest.mark.parametrize("quiet", [False, True])
 def test_bars_of_tasks_on_a_terminal(
-    evaluable: Any,
+    evaluable_llama: Path,
     task_suite: Path,
     tmp_path: Path,
     monkeypatch: Any,
@@ -123,9 +123,7 @@ def test_bars_of_tasks_on_a_terminal(
 ) -> None:
     """lm-eval's own bars do not say which model they are about, nor which task."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    evaluate(
-        model=evaluable("llama"), suite=str(task_suite), output=tmp_path / "r.json", quiet=quiet
-    )
+    evaluate(model=evaluable_llama, suite=str(task_suite), output=tmp_path / "r.json", quiet=quiet)
     drawn = capfd.readouterr().err
     if quiet:
         assert drawn == ""
@@ -159,11 +157,11 @@ def test_every_command_can_be_quiet_or_verbose(name: str, command: Run) -> None:
 
 
 def test_a_quiet_run_shows_its_result_and_warnings(
-    models: Any, tmp_path: Path, command: Run
+    tiny_llama: Path, tmp_path: Path, command: Run
 ) -> None:
     line = (
         "prune --method emp-magnitude --overwrite --output out --model",
-        models("llama"),
+        tiny_llama,
     )
     usual = command(*line)
     quiet = command(*line, "-q")
@@ -178,10 +176,12 @@ def test_a_quiet_run_shows_its_result_and_warnings(
     assert "written to out" in command(*line).stderr, "the next run is as usual"
 
 
-def test_a_verbose_run_tells_sizes_times_and_memory(models: Any, text: Path, command: Run) -> None:
+def test_a_verbose_run_tells_sizes_times_and_memory(
+    tiny_llama: Path, text: Path, command: Run
+) -> None:
     line = (
         "prune --samples 4 --seqlen 64 --output out --model",
-        models("llama"),
+        tiny_llama,
         "--calibration",
         text,
     )

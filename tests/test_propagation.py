@@ -191,10 +191,10 @@ def propagated_from(source: Path, method: str, device_map: str) -> tuple[Activat
 
 @pytest.mark.parametrize("options", [{"group": "matrix"}, {"pattern": "2:4"}, {"sparsity": 0.3}])
 def test_larger_groups_and_patterns_decide_as_they_write(
-    models: Models, tmp_path: Path, options: dict[str, Any]
+    tiny_llama: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    model = load_model(models("llama"), "cpu")
-    pruner = plan(models("llama"), "wanda", **options)
+    model = load_model(tiny_llama, "cpu")
+    pruner = plan(tiny_llama, "wanda", **options)
     norms = calibrated(model, pruner=pruner)
     written(pruner, norms, tmp_path)
     for target in pruner.targets:
@@ -202,9 +202,9 @@ def test_larger_groups_and_patterns_decide_as_they_write(
         np.testing.assert_array_equal(kept, pruner.mask(target, norms).numpy())
 
 
-def test_commands_say_how_they_ran(models: Models, text: Path, tmp_path: Path) -> None:
+def test_commands_say_how_they_ran(tiny_llama: Path, text: Path, tmp_path: Path) -> None:
     common = {
-        "model": str(models("llama")),
+        "model": str(tiny_llama),
         "calibration": str(text),
         "samples": 4,
         "seqlen": 64,
@@ -240,12 +240,10 @@ def test_commands_say_how_they_ran(models: Models, text: Path, tmp_path: Path) -
     assert oracle.shards(tmp_path / "cpu") == oracle.shards(tmp_path / "disk")
 
 
-def test_a_search_always_sees_pruned_blocks(
-    models: Callable[[str], Path], text: Path, tmp_path: Path
-) -> None:
+def test_a_search_always_sees_pruned_blocks(tiny_llama: Path, text: Path, tmp_path: Path) -> None:
     """`--propagate pruned` changes nothing."""
     common = {
-        "model": models("llama"),
+        "model": tiny_llama,
         "calibration": str(text),
         "samples": 4,
         "seqlen": 16,
@@ -257,8 +255,8 @@ def test_a_search_always_sees_pruned_blocks(
 
 
 @pytest.mark.parametrize("mode", ["model", "blocks"])
-def test_activations_that_are_not_finite(models: Models, mode: str) -> None:
-    model = load_model(models("llama"), "cpu")
+def test_activations_that_are_not_finite(tiny_llama: Path, mode: str) -> None:
+    model = load_model(tiny_llama, "cpu")
     with torch.no_grad():
         model.model.embed_tokens.weight[tokens()[-1, 0]] = float("inf")  # not in the first batch
     with pytest.raises(
@@ -292,9 +290,9 @@ def test_activations_that_are_not_finite(models: Models, mode: str) -> None:
     ],
 )
 def test_memory_that_runs_out(
-    models: Models, monkeypatch: Any, mode: str, part: str, said: str, error: Exception
+    tiny_llama: Path, monkeypatch: Any, mode: str, part: str, said: str, error: Exception
 ) -> None:
-    model = load_model(models("llama"), "cpu")
+    model = load_model(tiny_llama, "cpu")
 
     def fail(*_: Any, **__: Any) -> None:
         raise error

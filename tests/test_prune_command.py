@@ -38,9 +38,11 @@ Models = Callable[[str], Path]
 ROOT = Path(__file__).parents[1]
 
 
-def test_a_dry_run_beside_an_existing_output(models: Models, tmp_path: Path, command: Run) -> None:
+def test_a_dry_run_beside_an_existing_output(
+    tiny_llama: Path, tmp_path: Path, command: Run
+) -> None:
     """The default output of an earlier run is no obstacle, and stays; other files are refused."""
-    shutil.copytree(models("llama"), tmp_path / "model")
+    shutil.copytree(tiny_llama, tmp_path / "model")
     line = "prune --model model --method magnitude"
     command(line)
     before = (tmp_path / "model-magnitude" / "emp_report.json").stat().st_mtime_ns
@@ -139,12 +141,12 @@ def test_a_dry_run_applies_the_options(
 
 
 def test_a_dry_run_shows_the_sparsity_at_each_beta(
-    models: Models, norms: Callable[[str], Path], tmp_path: Path, command: Run
+    tiny_llama: Path, llama_norms: Path, tmp_path: Path, command: Run
 ) -> None:
     """For methods without activations at once; for the others with an activations file, and a
     sentence without one.
     """
-    line = ("prune --dry-run --output out --model", models("llama"), "--method")
+    line = ("prune --dry-run --output out --model", tiny_llama, "--method")
     head = "emp-magnitude, order 2, group row: removed % at beta    0.5    0.6    0.7"
     done = command(*line, "emp-magnitude")
     assert head in done.stdout
@@ -152,7 +154,7 @@ def test_a_dry_run_shows_the_sparsity_at_each_beta(
     assert (
         "emp-wanda, order 1, group all: removed % at beta"
         in command(
-            *line, "emp-wanda", "--activations", norms("llama"), "--order", 1, "--group", "all"
+            *line, "emp-wanda", "--activations", llama_norms, "--order", 1, "--group", "all"
         ).stdout
     )
     done = command(*line, "emp-wanda")
@@ -188,14 +190,14 @@ def test_a_dry_run_shows_the_sparsity_at_each_beta(
     ],
 )
 def test_options_without_effect_are_named(
-    models: Models,
+    tiny_llama: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     method: Any,
     options: dict[str, Any],
     named: str | None,
 ) -> None:
-    prune(model=models("llama"), output=tmp_path / "out", dry_run=True, method=method, **options)
+    prune(model=tiny_llama, output=tmp_path / "out", dry_run=True, method=method, **options)
     assert "no effect" not in caplog.text if named is None else named in caplog.text
 
 
@@ -249,26 +251,26 @@ def test_an_option_with_its_default_is_given(line: str, says: str) -> None:
 
 
 def test_a_pruned_model_is_noticed(
-    pruned: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    pruned_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = pruned("llama")
+    source = pruned_llama
     assert "already pruned" not in caplog.text
     prune(model=source, output=tmp_path / "twice", method="emp-magnitude", dry_run=True)
     assert "llama is already pruned. Its zeros count as weights" in caplog.text
 
 
-def test_the_package_is_its_front_door(models: Models, tmp_path: Path) -> None:
+def test_the_package_is_its_front_door(tiny_llama: Path, tmp_path: Path) -> None:
     parameters = inspect.signature(prune).parameters
     assert all(
         parameter.annotation is not inspect.Parameter.empty for parameter in parameters.values()
     )
-    report = prune(model=models("llama"), output=str(tmp_path / "out"), method="magnitude")
-    assert report.source.model == str(models("llama"))
+    report = prune(model=tiny_llama, output=str(tmp_path / "out"), method="magnitude")
+    assert report.source.model == str(tiny_llama)
     assert json.loads((tmp_path / "out" / "emp_report.json").read_text()) == report.as_dict()
     with pytest.raises(
         UserError, match=r"--model must be text, .*LlamaForCausalLM.*save_pretrained"
     ):
-        prune(model=AutoModelForCausalLM.from_pretrained(models("llama")), output=tmp_path / "x")
+        prune(model=AutoModelForCausalLM.from_pretrained(tiny_llama), output=tmp_path / "x")
     with pytest.raises(TypeError, match="methd"):
         prune(model="x", methd="magnitude")  # type: ignore[call-arg]
     public = [name for name in dir(emp_llm) if not name.startswith("_")]
@@ -381,8 +383,8 @@ def test_every_option_of_a_long_help_has_a_group() -> None:
         assert all(len(names) <= 30 for names in groups.values()), name
 
 
-def test_short_flags(models: Models, tmp_path: Path, command: Run) -> None:
-    command("prune --method magnitude -o short -q -m", models("llama"))
+def test_short_flags(tiny_llama: Path, tmp_path: Path, command: Run) -> None:
+    command("prune --method magnitude -o short -q -m", tiny_llama)
     assert (tmp_path / "short" / "emp_report.json").is_file()
 
 
@@ -471,36 +473,36 @@ def test_bash_completes(command: Run, tmp_path: Path) -> None:
     assert "bash (or zsh, fish)" in wrong.stderr
 
 
-def test_misspelt_names_are_answered_with_the_nearest(models: Models, command: Run) -> None:
+def test_misspelt_names_are_answered_with_the_nearest(tiny_llama: Path, command: Run) -> None:
     assert "Did you mean prune?" in command("prnue", code=2).stderr
     assert "Did you mean" not in command("xyzzy", code=2).stderr
-    unknown = command("prune --methd wanda", models("llama"), code=2).stderr
+    unknown = command("prune --methd wanda", tiny_llama, code=2).stderr
     assert unknown.startswith("error: No such option")
     assert "--methd" in unknown
     assert "--method" in unknown
     assert "emp-llm prune --help" in unknown
     assert (
         "Did you mean emp-wanda?"
-        in command("prune --method emp-wnada -m", models("llama"), code=2).stderr
+        in command("prune --method emp-wnada -m", tiny_llama, code=2).stderr
     )
+    assert "Did you mean demo?" in command("prune --calibration dmo", tiny_llama, code=2).stderr
     assert (
-        "Did you mean demo?" in command("prune --calibration dmo", models("llama"), code=2).stderr
+        "Did you mean magnitude?"
+        in command("sweep --methods wanda,magnitud -m", tiny_llama, code=2).stderr
     )
     assert (
         "Did you mean magnitude?"
-        in command("sweep --methods wanda,magnitud -m", models("llama"), code=2).stderr
-    )
-    assert (
-        "Did you mean magnitude?"
-        in command("measure --criteria magnitud -m", models("llama"), code=2).stderr
+        in command("measure --criteria magnitud -m", tiny_llama, code=2).stderr
     )
 
 
 @pytest.mark.parametrize(
     "line", ["['-h']", "['verify', 'out']", "['prune', '--help']", "['--version']"]
 )
-def test_output_into_a_closed_pipe_ends_quietly(models: Models, tmp_path: Path, line: str) -> None:
-    prune(model=models("llama"), output=tmp_path / "out", method="magnitude")
+def test_output_into_a_closed_pipe_ends_quietly(
+    tiny_llama: Path, tmp_path: Path, line: str
+) -> None:
+    prune(model=tiny_llama, output=tmp_path / "out", method="magnitude")
     program = f"import time; from emp_llm.cli import main; time.sleep(0.3); main({line})"
     writer = subprocess.Popen(
         [sys.executable, "-c", program],
@@ -541,9 +543,9 @@ def test_versions_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert versions() == known
 
 
-def test_shares_in_percent(models: Models, tmp_path: Path, command: Run) -> None:
+def test_shares_in_percent(tiny_llama: Path, tmp_path: Path, command: Run) -> None:
     """In every option that takes a number, and in lists of numbers."""
-    line = ("prune --method magnitude", models("llama"), "--output", tmp_path / "out")
+    line = ("prune --method magnitude", tiny_llama, "--output", tmp_path / "out")
     command(*line, "--sparsity", "28.7%")
     assert read_report(tmp_path / "out").recipe.counts.sparsity == 0.287
     assert parse_numbers("50%, 0.5,7 %", "--sparsities") == [0.5, 0.5, 0.07]
@@ -559,14 +561,14 @@ def test_shares_in_percent(models: Models, tmp_path: Path, command: Run) -> None
 
 
 def test_a_sparsity_in_percent_and_a_sparsity_of_nothing(
-    models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(UserError, match=r"below 1, got 50\. It is a fraction: did you mean 0\.5\?"):
-        prune(model=models("llama"), method="magnitude", sparsity=50)
+        prune(model=tiny_llama, method="magnitude", sparsity=50)
     for wrong in (-1, 1.5):  # which may be 0.15 as well as 0.5
         with pytest.raises(UserError, match=rf"below 1, got {wrong}\.$"):
-            prune(model=models("llama"), method="magnitude", sparsity=wrong)
-    prune(model=models("llama"), method="magnitude", sparsity=0, output=tmp_path / "out")
+            prune(model=tiny_llama, method="magnitude", sparsity=wrong)
+    prune(model=tiny_llama, method="magnitude", sparsity=0, output=tmp_path / "out")
     warnings = [each.message for each in caplog.records if each.levelname == "WARNING"]
     assert warnings == ["warning: --sparsity 0: nothing is removed."]
 
@@ -592,14 +594,14 @@ def test_signatures_show_plain_types() -> None:
     assert "sparsity: float | None = None" in told
 
 
-def test_a_report_prints_as_a_short_table(models: Models, tmp_path: Path) -> None:
-    report = prune(model=models("llama"), output=tmp_path / "out", method="emp-magnitude")
+def test_a_report_prints_as_a_short_table(tiny_llama: Path, tmp_path: Path) -> None:
+    report = prune(model=tiny_llama, output=tmp_path / "out", method="emp-magnitude")
     assert len(str(report).splitlines()) <= 8
     assert repr(report) == str(report)
     assert "down_proj x " in str(report)
     assert "emp-magnitude" in str(report)
     record = emp_llm.measure(
-        models("llama"), output=tmp_path / "measure.json", criteria="magnitude", orders="1,2"
+        tiny_llama, output=tmp_path / "measure.json", criteria="magnitude", orders="1,2"
     )
     assert len(str(record).splitlines()) == 4
     assert repr(record) == str(record)

@@ -57,17 +57,19 @@ def terminate_when(
 
 
 @pytest.fixture(scope="module")
-def line(evaluable: Models, task_suite: Path) -> list[object]:
+def line(evaluable_llama: Path, task_suite: Path) -> list[object]:
     options = ("--method", "emp-magnitude", "--evaluate", task_suite, "--device-map", "cpu")
-    return ["prune --model", evaluable("llama"), *options]
+    return ["prune --model", evaluable_llama, *options]
 
 
 @pytest.fixture(scope="module")
-def whole(evaluable: Models, task_suite: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(
+    evaluable_llama: Path, task_suite: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The output of an uninterrupted run. Read-only."""
     folder = tmp_path_factory.mktemp("whole") / "out"
     prune(
-        evaluable("llama"),
+        evaluable_llama,
         output=folder,
         method="emp-magnitude",
         evaluate=task_suite,
@@ -76,7 +78,7 @@ def whole(evaluable: Models, task_suite: Path, tmp_path_factory: pytest.TempPath
     return folder
 
 
-def test_an_evaluated_run(whole: Path, evaluable: Models) -> None:
+def test_an_evaluated_run(whole: Path, evaluable_llama: Path) -> None:
     report = report_of(whole)
     assert (
         list(report["evaluation"]["dense"]["tasks"])
@@ -88,7 +90,7 @@ def test_an_evaluated_run(whole: Path, evaluable: Models) -> None:
     )
     assert list(report["stages"]) == ["prune", "load", "evaluate dense", "evaluate pruned"]
     assert not (whole / "emp_llm" / "evaluation").exists()
-    assert verify(whole, source=evaluable("llama")).differences == []
+    assert verify(whole, source=evaluable_llama).differences == []
 
 
 @pytest.mark.parametrize(
@@ -97,7 +99,7 @@ def test_an_evaluated_run(whole: Path, evaluable: Models) -> None:
 def test_an_interrupted_evaluation_resumes(
     line: list[object],
     whole: Path,
-    evaluable: Models,
+    evaluable_llama: Path,
     tmp_path: Path,
     command: Run,
     name: str,
@@ -113,7 +115,7 @@ def test_an_interrupted_evaluation_resumes(
         done = command(*line, "--output", out, code=143)
     assert f"the checkpoint in {out} is complete" in done.stderr
     assert "evaluation" not in report_of(out)
-    assert verify(out, source=evaluable("llama")).differences == []
+    assert verify(out, source=evaluable_llama).differences == []
     kept = out / "emp_llm" / "evaluation" / name
     held = json.loads(kept.read_text())
     assert (held["perplexity"] is not None) + len(held["tasks"]) == parts
@@ -175,7 +177,11 @@ def test_another_run_does_not_continue_it(
 
 
 def test_a_calibrated_run_resumes_without_calibrating(
-    evaluable: Models, task_suite: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    evaluable_llama: Path,
+    task_suite: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = {
         "method": "emp-wanda",
@@ -192,26 +198,31 @@ def test_a_calibrated_run_resumes_without_calibrating(
     with monkeypatch.context() as patch:
         patch.setattr("emp_llm.evaluation.evaluate.evaluation_record", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            prune(evaluable("llama"), **options)
+            prune(evaluable_llama, **options)
     monkeypatch.setattr("emp_llm.calibration.passes.calibrated", None)
     monkeypatch.setattr(OneModel, "get", None)  # both models are measured already
-    report = prune(evaluable("llama"), **options)
+    report = prune(evaluable_llama, **options)
     assert report.evaluation.dense != report.evaluation.pruned
 
 
 @pytest.fixture(scope="module")
 def dense_results(
-    evaluable: Models, task_suite: Path, tmp_path_factory: pytest.TempPathFactory
+    evaluable_llama: Path, task_suite: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """The results of `evaluate` on the dense model. Copy it before changing it."""
     path = tmp_path_factory.mktemp("dense") / "dense.json"
-    evaluate(evaluable("llama"), suite=task_suite, output=path, device_map="cpu")
+    evaluate(evaluable_llama, suite=task_suite, output=path, device_map="cpu")
     return path
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_a_baseline_replaces_the_dense_evaluation(
-    evaluable: Models, task_suite: Path, tmp_path: Path, dense_results: Path, whole: Path, kind: str
+    evaluable_llama: Path,
+    task_suite: Path,
+    tmp_path: Path,
+    dense_results: Path,
+    whole: Path,
+    kind: str,
 ) -> None:
     baseline = dense_results if kind == "file" else whole
     held = (
@@ -225,7 +236,7 @@ def test_a_baseline_replaces_the_dense_evaluation(
         "device_map": "cpu",
         "baseline": baseline,
     }
-    prune(evaluable("llama"), output=tmp_path / "out", **options)
+    prune(evaluable_llama, output=tmp_path / "out", **options)
     report = report_of(tmp_path / "out")
     assert report["evaluation"]["dense"] == {key: held[key] for key in ("perplexity", "tasks")}
     assert "evaluate dense" not in report["stages"]

@@ -249,9 +249,7 @@ def test_launchers(tmp_path: Path, launcher: str, start: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def disks(
-    text: Path, models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def disks(text: Path, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for each of two ranks. Files of one name hold other things, but for `same`, which
     is a copy.
     """
@@ -264,7 +262,7 @@ def disks(
         (disk / "suite.toml").write_text('[perplexity]\nfile = "text.txt"\nseqlen = 64\n')
         (disk / "even.toml").write_text('[perplexity]\nfile = "same.txt"\nseqlen = 64\n')
         for name in ("same", "other", "config"):
-            shutil.copytree(models("llama"), disk / name)
+            shutil.copytree(tiny_llama, disk / name)
             prune(model=disk / name, output=disk / f"{name}-pruned", method="emp-magnitude")
         os.utime(disk / "same" / "model-00001-of-00002.safetensors", (rank, rank))
     tiny.make_model(folder / "new", seed=1)

@@ -72,9 +72,9 @@ def test_exactly_the_removed_weights_are_zero_again(
 
 
 def test_targets_may_be_named_and_must_be_without_a_report(
-    pruned: Callable[[str], Path], tmp_path: Path
+    pruned_llama: Path, tmp_path: Path
 ) -> None:
-    bare = shutil.copytree(pruned("llama"), tmp_path / "bare")
+    bare = shutil.copytree(pruned_llama, tmp_path / "bare")
     (bare / "emp_report.json").unlink()
     model, _ = shifted(bare)
     with pytest.raises(UserError, match=r"emp_report\.json"):

@@ -330,13 +330,13 @@ small = st.builds(
 @settings(max_examples=12, deadline=None)
 @given(small)
 def test_verify_finds_no_difference(
-    models: Callable[[str], Path],
+    tiny_llama: Path,
     text: Path,
     tmp_path_factory: pytest.TempPathFactory,
     recipe: Recipe,
 ) -> None:
     """By the record alone, whatever the recipe."""
-    source = models("llama")
+    source = tiny_llama
     folder = tmp_path_factory.mktemp("saved")
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(source)

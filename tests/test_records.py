@@ -5,7 +5,6 @@ refused, and wrong fields.
 import json
 import os
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,6 @@ from emp_llm.common.paths import data_folder
 from emp_llm.records.base import FileRecord, converted, read_record
 from emp_llm.records.run_report import RunReport
 
-Models = Callable[[str], Path]
-
 
 def read(path: Path) -> Any:
     def refuse(name: str) -> None:
@@ -44,7 +41,7 @@ def read(path: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def written(
-    evaluable: Models,
+    evaluable_llama: Path,
     runs: Path,
     task_suite: Path,
     text: Path,
@@ -52,7 +49,7 @@ def written(
 ) -> dict[str, list[dict[str, Any]]]:
     """Files that real runs wrote, by the name of their schema."""
     folder = tmp_path_factory.mktemp("written")
-    model = evaluable("llama")
+    model = evaluable_llama
     common = {"device_map": "cpu"}
     evaluate(
         runs / "emp",

@@ -417,12 +417,12 @@ def test_experts_with_few_tokens_keep_their_weights(pruned: Pruning, method: str
     "options", [{"refit": True}, {"method": "sparsegpt"}], ids=["refit", "sparsegpt"]
 )
 def test_inputs_that_are_zero(
-    pruned: Pruning, models: Callable[[str], Path], tmp_path: Path, options: Any
+    pruned: Pruning, tiny_llama: Path, tmp_path: Path, options: Any
 ) -> None:
     gate = "model.layers.0.mlp.gate_proj"
     down = "model.layers.0.mlp.down_proj"
     model = oracle.edited_copy(
-        models("llama"), tmp_path / "model", f"{gate}.weight", lambda bits: bits.fill(0)
+        tiny_llama, tmp_path / "model", f"{gate}.weight", lambda bits: bits.fill(0)
     )
     run = pruned(model, **options)
     for fit in run.report.fits.values():
@@ -515,7 +515,7 @@ def test_verify_finds_a_changed_weight(pruned: Pruning, tmp_path: Path) -> None:
     ids=["refit", "sparsegpt"],
 )
 def test_weights_that_are_not_finite(
-    pruned: Pruning, models: Callable[[str], Path], tmp_path: Path, options: Any
+    pruned: Pruning, tiny_llama: Path, tmp_path: Path, options: Any
 ) -> None:
     for name, match in (
         (
@@ -533,7 +533,7 @@ def test_weights_that_are_not_finite(
             bits[0, 0] = 0x7FC0
 
         damaged = oracle.edited_copy(
-            models("llama"), tmp_path / name, f"model.layers.0.{name}.weight", edit
+            tiny_llama, tmp_path / name, f"model.layers.0.{name}.weight", edit
         )
         with pytest.raises(UserError, match=match):
             pruned(damaged, **options)

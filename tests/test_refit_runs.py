@@ -153,7 +153,7 @@ def test_short_memory(
 
 
 def test_a_block_that_writes_into_its_input(
-    models: Models, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The dense and the pruned stream share no memory, where hidden states stay in memory and
     the first block is not fitted.
@@ -167,7 +167,7 @@ def test_a_block_that_writes_into_its_input(
 
     monkeypatch.setattr(LlamaDecoderLayer, "forward", writing_forward)
     given = {
-        "model": str(models("llama")),
+        "model": str(tiny_llama),
         "method": "wanda",
         "calibration": str(text),
         "seqlen": 48,
@@ -375,9 +375,9 @@ def test_blocks_that_read_the_keys_of_others(tmp_path: Path) -> None:
 
 
 def test_a_fit_for_which_memory_does_not_suffice(
-    models: Callable[[str], Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(walk, "solved", Mock(side_effect=torch.OutOfMemoryError("out of memory")))
     how = {"calibration": str(text), "samples": 4, "seqlen": 32, "refit": True}
     with pytest.raises(UserError, match=r"out of memory.*--device-map cpu"):
-        prune(models("llama"), output=tmp_path / "out", device_map="cpu", **how)
+        prune(tiny_llama, output=tmp_path / "out", device_map="cpu", **how)

@@ -52,7 +52,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def refitted(models: Models, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def refitted(tiny_llama: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Llama, pruned by Wanda and refitted, by the command; and pruned without a refit
     in "plain" beside it.
     """
@@ -66,8 +66,8 @@ def refitted(models: Models, text: Path, tmp_path_factory: pytest.TempPathFactor
         "targets": "all-linear",
     }
     common |= {"evaluate": str(folder / "suite.toml")} | GIVEN
-    prune(models("llama"), output=folder / "refitted", refit=True, **common)
-    prune(models("llama"), output=folder / "plain", baseline=folder / "refitted", **common)
+    prune(tiny_llama, output=folder / "refitted", refit=True, **common)
+    prune(tiny_llama, output=folder / "plain", baseline=folder / "refitted", **common)
     return folder / "refitted"
 
 
@@ -179,12 +179,12 @@ def test_the_bits_of_the_command(models: Models, text: Path, tmp_path: Path, cas
 
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
 def test_wrong_input_in_memory(
-    models: Models, text: Path, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, text: Path, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model stays as it was."""
     recipe = recipe_of(method=method, refit=method != "sparsegpt")
-    model = load(models("llama"))
-    tokenizer = AutoTokenizer.from_pretrained(models("llama"))
+    model = load(tiny_llama)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
     before = state(model)
     flag = "method sparsegpt" if method == "sparsegpt" else r"update=Refit\(\)"
     with pytest.raises(UserError, match=rf"^{flag} fits weights to calibration data; give data="):
@@ -216,8 +216,8 @@ def test_wrong_input_in_memory(
     assert same(state(model), before)
 
 
-def test_a_model_that_is_offloaded(models: Models, text: Path) -> None:
-    source = models("llama")
+def test_a_model_that_is_offloaded(tiny_llama: Path, text: Path) -> None:
+    source = tiny_llama
     recipe = recipe_of(method="wanda", refit=True)
     plain = load(source)
     offloaded = load(source)
@@ -229,12 +229,12 @@ def test_a_model_that_is_offloaded(models: Models, text: Path) -> None:
         assert torch.equal(plain(ids).logits, offloaded(ids).logits)
 
 
-def test_pack_and_unpack(refitted: Path, models: Models, tmp_path: Path) -> None:
+def test_pack_and_unpack(refitted: Path, tiny_llama: Path, tmp_path: Path) -> None:
     """A packed mask cannot bring fitted weights back: the dense model does not hold them."""
     pack(refitted, tmp_path / "packed")
     unpack(tmp_path / "packed", tmp_path / "again")
     assert contents(tmp_path / "again") == contents(refitted)
-    assert verify(tmp_path / "again", source=str(models("llama"))).differences == []
+    assert verify(tmp_path / "again", source=str(tiny_llama)).differences == []
     with pytest.raises(UserError, match=r"its kept weights were fitted.*Leave out --mask-only"):
         pack(refitted, tmp_path / "mask", mask_only=True)
     assert not (tmp_path / "mask").exists()
@@ -261,10 +261,10 @@ def test_the_report_page(refitted: Path, tmp_path: Path) -> None:
 
 
 def test_a_card_for_scores_of_ones_own(
-    hub: Hub, client: Client, models: Models, tmp_path: Path
+    hub: Hub, client: Client, tiny_llama: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.py").write_text("def size(weight):\n    return weight.abs()\n")
-    prune(models("llama"), output=tmp_path / "out", criterion=f"{tmp_path}/mine.py:size")
+    prune(tiny_llama, output=tmp_path / "out", criterion=f"{tmp_path}/mine.py:size")
     done = client.call("push", folder=tmp_path / "out", repository="user/own-scores")
     assert "result" in done, done
     body = card_of(hub, "user/own-scores")[1]

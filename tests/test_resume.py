@@ -34,7 +34,6 @@ from emp_llm.options.recipe import Score
 from emp_llm.pruning import writing
 from emp_llm.update.update import Update
 
-Models = Callable[[str], Path]
 CASES = [
     "prune, rows",
     "prune, all targets as one",
@@ -46,10 +45,10 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def sharded(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sharded(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in several shards, as large models are."""
     folder = tmp_path_factory.mktemp("sharded")
-    source = models("llama")
+    source = tiny_llama
     transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto").save_pretrained(
         folder, max_shard_size="20KB"
     )

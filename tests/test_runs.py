@@ -1,7 +1,6 @@
 """Runs: complete when they are made, and never changed."""
 
 import inspect
-from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -14,8 +13,6 @@ from emp_llm import prune
 from emp_llm.runs import prune_run
 from emp_llm.runs.prune_run import PruneRun
 from emp_llm.runs.run import Run
-
-Models = Callable[[str], Path]
 
 
 def test_every_run_is_frozen() -> None:
@@ -39,7 +36,7 @@ def test_every_run_is_frozen() -> None:
     ids=["weights", "budget", "units", "heal"],
 )
 def test_a_run_is_complete_when_it_is_made(
-    how: dict[str, Any], models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: dict[str, Any], tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its signature is the same before the first step and after the last one."""
     of = PruneRun.of
@@ -53,7 +50,7 @@ def test_a_run_is_complete_when_it_is_made(
 
     monkeypatch.setattr(PruneRun, "of", keep)
     text = {"calibration": "demo", "samples": 2, "seqlen": 32}
-    prune(models("llama"), output=tmp_path / "out", **text | how)
+    prune(tiny_llama, output=tmp_path / "out", **text | how)
     (run,) = made
     assert replace(run).signature == run.signature == signatures[0]
     for field in fields(run):

@@ -357,10 +357,10 @@ def test_values_are_mapped_and_not_copied(sparse_models: Models) -> None:
 
 
 def test_layers_that_stay_dense(
-    models: Models, sparse_models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny_llama: Path, sparse_models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Those without enough zeros, and other dtypes."""
-    assert not sparse_layers(load(models("llama")))
+    assert not sparse_layers(load(tiny_llama))
     assert "no linear layer with enough zeros" in caplog.text
     assert not sparse_layers(load(sparse_models("llama"), least_zeros=2))
     assert not sparse_layers(load(f"{sparse_models('llama')}-packed", least_zeros=0.7))
@@ -424,11 +424,11 @@ def test_zstd_float16_and_damage(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_input(
-    line: str, message: str, models: Models, sparse_models: Models, command: Run, tmp_path: Path
+    line: str, message: str, tiny_llama: Path, sparse_models: Models, command: Run, tmp_path: Path
 ) -> None:
     source = sparse_models("llama")
     if "-dense" in line:
-        source = models("llama")
+        source = tiny_llama
         line = line.replace("-dense", "")
     changes = {
         "fp8": {"quantization_config": {"quant_method": "fp8"}},

@@ -42,13 +42,13 @@ def masks_in(source: Path, out: Path, report: RunReport) -> dict[str, Any]:
 
 @pytest.mark.parametrize("group", ["matrix", "all"])
 def test_counts_by_magnitude_and_choice_by_score(
-    models: Models, norms: Models, tmp_path: Path, group: str
+    tiny_llama: Path, llama_norms: Path, tmp_path: Path, group: str
 ) -> None:
     """As many weights in each group as its magnitudes are worth, those with the largest scores;
     beta and order apply.
     """
-    source = models("llama")
-    file = norms("llama")
+    source = tiny_llama
+    file = llama_norms
     report = pruned(
         source, file, tmp_path / "out", method="emp-relative", group=group, beta=0.8, order=1.0
     )
@@ -118,7 +118,7 @@ def test_names_of_one_rule(models: Models, norms: Models, tmp_path: Path) -> Non
     assert len(verify(tmp_path / "b", source=str(source), activations=file).differences) > 1
 
 
-def test_pruned_propagation(models: Models, text: Path, tmp_path: Path) -> None:
+def test_pruned_propagation(tiny_llama: Path, text: Path, tmp_path: Path) -> None:
     """The counts do not depend on the norms, so that a sparsity can be asked for too."""
     given = {
         "calibration": str(text),
@@ -126,7 +126,7 @@ def test_pruned_propagation(models: Models, text: Path, tmp_path: Path) -> None:
         "seqlen": 64,
         "device_map": "cpu",
     }
-    source = models("llama")
+    source = tiny_llama
     out = tmp_path / "out"
     sparsity = 0.4
     report = prune(
@@ -163,7 +163,7 @@ def test_pruned_propagation(models: Models, text: Path, tmp_path: Path) -> None:
     "options", [{}, {"score": "relative", "count_by": "magnitude"}], ids=["plain", "relative"]
 )
 def test_ria_of_rows_and_columns_of_zeros(
-    models: Models, norms: Models, tmp_path: Path, options: dict[str, Any]
+    tiny_llama: Path, llama_norms: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     """A row of zeros has scores of zero, and so has a column. Either kind of norms and of counts
     goes with the score.
@@ -174,9 +174,9 @@ def test_ria_of_rows_and_columns_of_zeros(
         matrix[3] = 0
         matrix[:, 5] = 0
 
-    source = oracle.edited_copy(models("llama"), tmp_path / "planted", f"{name}.weight", plant)
-    report = pruned(source, norms("llama"), tmp_path / "out", method="emp-ria", **options)
-    own = oracle.load_norms(norms("llama"), relative=bool(options))
+    source = oracle.edited_copy(tiny_llama, tmp_path / "planted", f"{name}.weight", plant)
+    report = pruned(source, llama_norms, tmp_path / "out", method="emp-ria", **options)
+    own = oracle.load_norms(llama_norms, relative=bool(options))
     for layer, entry in report.matrices.items():
         size = oracle.scores(oracle.weight(source, entry.tensor))
         scores = oracle.ria(size, own[layer])
@@ -185,9 +185,7 @@ def test_ria_of_rows_and_columns_of_zeros(
             oracle.weight(tmp_path / "out", entry.tensor) != 0, mask & (size != 0), err_msg=layer
         )
         assert entry.kept == mask.sum()
-    assert (
-        verify(tmp_path / "out", source=str(source), activations=norms("llama")).differences == []
-    )
+    assert verify(tmp_path / "out", source=str(source), activations=llama_norms).differences == []
 
 
 def test_ria_of_a_large_matrix() -> None:
@@ -202,12 +200,12 @@ def test_ria_of_a_large_matrix() -> None:
 
 
 def test_sweep_and_measure(
-    evaluable: Models, task_suite: Path, norms: Models, tmp_path: Path
+    evaluable_llama: Path, task_suite: Path, llama_norms: Path, tmp_path: Path
 ) -> None:
     """Points with counts by magnitude share one pass of numbers; masks are those of prune."""
-    source = evaluable("llama")
+    source = evaluable_llama
     out = tmp_path / "sweep"
-    common = {"activations": norms("llama"), "device_map": "cpu"}
+    common = {"activations": llama_norms, "device_map": "cpu"}
     sweep(
         source,
         output=out,
@@ -304,8 +302,8 @@ def test_exactly_as_many_are_removed(
     assert len(set(counts)) > 1  # EMP's allocation, not a fixed share
 
 
-def test_a_requested_sparsity_in_memory_and_at_the_ends(models: Models, tmp_path: Path) -> None:
-    source = models("llama")
+def test_a_requested_sparsity_in_memory_and_at_the_ends(tiny_llama: Path, tmp_path: Path) -> None:
+    source = tiny_llama
     written = prune(model=source, method="emp-magnitude", sparsity=0.3, output=tmp_path / "out")
     found = prune_model(source, recipe_of(method="emp-magnitude", sparsity=0.3))
     assert (found.record.recipe.counts, found.targets) == (written.recipe.counts, written.targets)  # type: ignore[union-attr]

@@ -105,12 +105,12 @@ def test_the_text_depends_on_the_seed_alone(
 
 
 def test_a_killed_run_continues_its_text(
-    models: Callable[[str], Path],
+    tiny_llama: Path,
     tmp_path: Path,
     batches: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = models("llama")
+    model = tiny_llama
     whole = written(tmp_path, model, batch_size=2)
     monkeypatch.setenv("EMP_LLM_CACHE", str(tmp_path / "other"))
     batches.clear()
@@ -121,10 +121,10 @@ def test_a_killed_run_continues_its_text(
 
 
 def test_a_second_run_waits_for_the_text_of_the_first(
-    models: Callable[[str], Path], tmp_path: Path, batches: list[list[int]]
+    tiny_llama: Path, tmp_path: Path, batches: list[list[int]]
 ) -> None:
     """It takes what the first has written until then, whole or in part, and damage begins anew."""
-    model = models("llama")
+    model = tiny_llama
     whole = written(tmp_path, model)
     (path,) = (cache_folder() / "self").glob("*.json")
     content = path.read_bytes()
@@ -141,10 +141,8 @@ def test_a_second_run_waits_for_the_text_of_the_first(
         assert bool(batches) == writes
 
 
-def test_every_command_writes_the_file_that_repeats_it(
-    models: Callable[[str], Path], tmp_path: Path
-) -> None:
-    model = models("llama")
+def test_every_command_writes_the_file_that_repeats_it(tiny_llama: Path, tmp_path: Path) -> None:
+    model = tiny_llama
     given = SIZE | {"samples": 4}
     report = prune(model, calibration="self", output=tmp_path / "a", **given)
     (text,) = report.calibration.all_texts
@@ -207,15 +205,15 @@ def test_tokens_are_samples_of_the_model(tmp_path: Path) -> None:
     assert abs(surprise.mean() - entropy) < 4 * surprise.std() / len(pairs) ** 0.5
 
 
-def test_conversations_and_mixes(models: Callable[[str], Path], tmp_path: Path) -> None:
+def test_conversations_and_mixes(tiny_llama: Path, tmp_path: Path) -> None:
     """The model answers conversations itself, to the end of the turn; a part of a mix is what it
     is alone.
     """
-    tokenizer = transformers.AutoTokenizer.from_pretrained(models("llama"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_llama)
     tokenizer.chat_template = TEMPLATE + "{% if add_generation_prompt %}<assistant>{% endif %}"
     model = tmp_path / "model"
     model.mkdir()
-    for path in models("llama").iterdir():
+    for path in tiny_llama.iterdir():
         (model / path.name).write_bytes(path.read_bytes())
     tokenizer.save_pretrained(model)
     chats = write(
@@ -233,7 +231,7 @@ def test_conversations_and_mixes(models: Callable[[str], Path], tmp_path: Path) 
 
 
 def test_documents_end_at_an_end_token(
-    models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generate = transformers.LlamaForCausalLM.generate
 
@@ -243,9 +241,9 @@ def test_documents_end_at_an_end_token(
         return made
 
     monkeypatch.setattr(transformers.LlamaForCausalLM, "generate", ended)
-    written(tmp_path, models("llama"))
+    written(tmp_path, tiny_llama)
     ids = [token for row in rows(tmp_path / "norms.self.jsonl") for token in row]
-    begin = transformers.AutoTokenizer.from_pretrained(models("llama")).bos_token_id
+    begin = transformers.AutoTokenizer.from_pretrained(tiny_llama).bos_token_id
     assert begin is None  # so documents begin with a random token, or with the end token
     assert [place for place, token in enumerate(ids) if token == 2][:3] == [5, 11, 17]
 
@@ -260,26 +258,22 @@ def test_what_cannot_write_its_text(models: Callable[[str], Path], tmp_path: Pat
 
 @pytest.mark.parametrize("more", [{}, {"structure": "neurons", "method": "emp-wanda"}])
 def test_a_dry_run_announces_the_text(
-    models: Callable[[str], Path], tmp_path: Path, batches: list[list[int]], more: dict[str, Any]
+    tiny_llama: Path, tmp_path: Path, batches: list[list[int]], more: dict[str, Any]
 ) -> None:
-    plan = prune(
-        models("llama"), calibration="self:c4", output=tmp_path / "out", dry_run=True, **more
-    )
+    plan = prune(tiny_llama, calibration="self:c4", output=tmp_path / "out", dry_run=True, **more)
     assert isinstance(plan, DryRun)
     assert "--calibration self:c4: the dense model first writes the text" in plan.notes
     assert not batches
 
 
-def test_logits_that_are_not_finite(
-    models: Callable[[str], Path], tmp_path: Path, command: Run
-) -> None:
+def test_logits_that_are_not_finite(tiny_llama: Path, tmp_path: Path, command: Run) -> None:
     """No token is chosen by them, and no text of them is kept in the cache."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(models("llama"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_llama)
     with torch.no_grad():
         for layer in (model.model.layers[0].mlp.up_proj, model.model.layers[0].mlp.down_proj):
             layer.weight.mul_(1e30)
     folder = tmp_path / "model"
-    shutil.copytree(models("llama"), folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    shutil.copytree(tiny_llama, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     model.save_pretrained(folder)
     kept = [*(cache_folder() / "self").glob("*")]
     line = ["--calibration", "self", "--samples", 2, "--seqlen", 16, "--output", "norms"]

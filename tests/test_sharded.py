@@ -186,9 +186,9 @@ def test_every_process_masks_its_own_part(tmp_path: Path) -> None:
     assert done.codes == [0] * 4, done.error
 
 
-def test_empty_weights_of_zero_3_are_named(models: Models, pruned: Callable[[str], Path]) -> None:
+def test_empty_weights_of_zero_3_are_named(tiny_llama: Path, pruned_llama: Path) -> None:
     """As DeepSpeed leaves them: empty, with their shape beside them."""
-    model = load(models("llama"))
+    model = load(tiny_llama)
     for number, parameter in enumerate(model.parameters()):
         parameter.ds_id, parameter.ds_shape = number, parameter.shape
     gathered = masks_of(model, "emp-magnitude")  # as within GatheredParameters
@@ -198,9 +198,9 @@ def test_empty_weights_of_zero_3_are_named(models: Models, pruned: Callable[[str
         lambda: prune_model(model, "emp-magnitude"),
         lambda: prune_model(model, data=[[1, 2, 3]]),
         lambda: masks_of(model, "emp-magnitude"),
-        lambda: reapply_mask(model, pruned("llama")),
+        lambda: reapply_mask(model, pruned_llama),
         lambda: reapply_mask(model, gathered),
-        lambda: heal_model(model, load(models("llama")), [[1, 2, 3]], masks=gathered),
+        lambda: heal_model(model, load(tiny_llama), [[1, 2, 3]], masks=gathered),
     ):
         with pytest.raises(UserError, match=r"embed_tokens\.weight: .*ZeRO-3.*emp-llm prune"):
             call()

@@ -24,7 +24,6 @@ from emp_llm.records.run_report import read_report
 from emp_llm.records.sweep import read_sweep
 from emp_llm.study.plan import Study, StudyModel, StudyPoint, study_text
 
-Models = Callable[[str], Path]
 # In the folder of the checkpoint, where a record may lead, and in the current folder.
 TRAPS = ("st/emp_llm/criterion.py", "trap.py")
 TRAP = """
@@ -96,17 +95,17 @@ READABLE = [kind for kind in KINDS if "a hash" in kind and "null" not in kind] +
 
 
 @pytest.fixture(scope="module")
-def stranger(evaluable: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stranger(evaluable_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pruned checkpoint, as it was written."""
     folder = tmp_path_factory.mktemp("stranger") / "st"
-    prune(evaluable("llama"), output=folder, method="emp-magnitude")
+    prune(evaluable_llama, output=folder, method="emp-magnitude")
     return folder
 
 
 @pytest.fixture
 def place(
     stranger: Path,
-    norms: Callable[[str], Path],
+    llama_norms: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Path]:
@@ -119,7 +118,7 @@ def place(
     for trap in TRAPS:
         Path(trap).write_text(TRAP.format(trace=str(trace)))
     for name in ("norms.safetensors", "trap.safetensors"):
-        shutil.copy(norms("llama"), name)
+        shutil.copy(llama_norms, name)
     read = GivenScores.__init__
 
     def noted(scores: GivenScores, given: Any, targets: Any) -> None:
@@ -255,11 +254,11 @@ READ_ALL |= {"verify"}
     "kind", ["file, no hash", "path, a hash", "scores", "scores, a hash", "a search, a path"]
 )
 def test_commands(
-    place: Path, command: Run, evaluable: Models, text: Path, task_suite: Path, kind: str
+    place: Path, command: Run, evaluable_llama: Path, text: Path, task_suite: Path, kind: str
 ) -> None:
     put(things(place)[kind])
     words = {
-        "M": evaluable("llama"),
+        "M": evaluable_llama,
         "T": text,
         "S": task_suite.with_name("short.toml"),
     }
@@ -277,10 +276,10 @@ def test_commands(
 
 
 @pytest.mark.parametrize("kind", ["module, a hash", "scores, a hash"])
-def test_functions(place: Path, evaluable: Models, kind: str) -> None:
+def test_functions(place: Path, evaluable_llama: Path, kind: str) -> None:
     """A recipe of a record restores masks, and cannot score."""
     put(things(place)[kind])
-    model = AutoModelForCausalLM.from_pretrained(evaluable("llama"))
+    model = AutoModelForCausalLM.from_pretrained(evaluable_llama)
     reapply_mask(model, "st")
     recipe = read_report(Path("st")).recipe
     for call in (

@@ -65,7 +65,7 @@ def test_closed_streams(tmp_path: Path, models: Callable[[str], Path], closed: s
 
 def test_what_other_code_says_and_how_it_ends(
     command: Run,
-    models: Callable[[str], Path],
+    tiny_llama: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -80,7 +80,7 @@ def test_what_other_code_says_and_how_it_ends(
 
     monkeypatch.setattr("emp_llm.runs.prune_run.PruneRun.of", ends)
     with pytest.raises(RuntimeError, match=r"called sys.exit\(0\)"):
-        command("prune --method magnitude --output out", models("llama"))
+        command("prune --method magnitude --output out", tiny_llama)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -94,12 +94,12 @@ def test_a_full_output(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_that_no_command_expects(
-    command: Run, models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    command: Run, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sentence wherever it happens, also without a folder for temporary files; other errors keep
     their traceback.
     """
-    line = ["prune --method magnitude --output out", models("llama")]
+    line = ["prune --method magnitude --output out", tiny_llama]
     full = OSError(errno.ENOSPC, "No space left", "a.json")
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/none"])

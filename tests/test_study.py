@@ -226,10 +226,10 @@ def test_nothing_is_written_through_a_link(models: Models, tmp_path: Path) -> No
 
 
 def test_what_to_type_next(
-    command: Run, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: Run, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    line = ["plan --methods wanda --suite demo --models", models("llama")]
+    line = ["plan --methods wanda --suite demo --models", tiny_llama]
     shown = command(*line, "--calibration", "demo").stdout
     assert shown.splitlines() == [
         "1 model, 1 point: 4 jobs in study",

@@ -113,12 +113,12 @@ def test_the_length_and_the_number_that_parts_name() -> None:
     ],
 )
 def test_wrong_mixes(
-    models: Any, texts: Path, command: Run, mix: str, options: list[Any], told: str
+    tiny_llama: Path, texts: Path, command: Run, mix: str, options: list[Any], told: str
 ) -> None:
     before = sorted(texts.iterdir())
     done = command(
         "calibrate --output norms --model",
-        models("llama"),
+        tiny_llama,
         "--calibration",
         mix,
         *options,
@@ -130,9 +130,9 @@ def test_wrong_mixes(
 
 
 def test_the_norms_are_those_of_both_texts_and_the_record_says_so(
-    evaluable: Any, texts: Path, command: Run
+    evaluable_llama: Path, texts: Path, command: Run
 ) -> None:
-    model = Path(shutil.copytree(evaluable("llama"), texts / "model"))
+    model = Path(shutil.copytree(evaluable_llama, texts / "model"))
     (model / "chat_template.jinja").write_text(TEMPLATE)
 
     def norms(calibration: str, *options: Any) -> Activations:

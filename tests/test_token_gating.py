@@ -117,14 +117,14 @@ def test_each_token_keeps_its_effective_number_in_every_expert(models: Models, f
         assert (found.tokens, found.kept) == (60 * 2, kept[path])
 
 
-def test_the_tables(models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables(tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The dense perplexity, one for each beta, and the features kept by layer; a large beta is
     the dense model.
     """
     (tmp_path / "text.txt").write_text("A head reads, another writes; most of them do both. " * 8)
     line = [
         "--model",
-        str(models("llama")),
+        str(tiny_llama),
         "--text",
         str(tmp_path / "text.txt"),
         "--block",
@@ -148,7 +148,7 @@ def test_the_tables(models: Models, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_wrong_options_and_models(
-    models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = transformers.MambaConfig(
         vocab_size=256, hidden_size=16, num_hidden_layers=1, state_size=4
@@ -157,8 +157,8 @@ def test_wrong_options_and_models(
     tiny.make_tokenizer().save_pretrained(tmp_path / "mamba")
     (tmp_path / "text.txt").write_text("A head reads, another writes. " * 8)
     for model, betas, message in (
-        (models("llama"), "0", "--betas: beta must be a number above 0"),
-        (models("llama"), "nan", "--betas: beta must be a number above 0"),
+        (tiny_llama, "0", "--betas: beta must be a number above 0"),
+        (tiny_llama, "nan", "--betas: beta must be a number above 0"),
         (tmp_path / "mamba", "1", "MambaForCausalLM has no MLP with hidden features"),
     ):
         with pytest.raises(SystemExit) as end:

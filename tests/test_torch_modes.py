@@ -136,10 +136,10 @@ def test_models_in_training(dense: Callable[[str], Any]) -> None:
     assert same(*found)
 
 
-def test_commands_in_python(models: Models, text: Path, tmp_path: Path) -> None:
+def test_commands_in_python(tiny_llama: Path, text: Path, tmp_path: Path) -> None:
     def shards(name: str) -> Weights:
         how = {"calibration": str(text), "samples": 2, "seqlen": 32}
-        prune(models("llama"), method="emp-admm", output=tmp_path / name, **how)
+        prune(tiny_llama, method="emp-admm", output=tmp_path / name, **how)
         return weights_of_folder(tmp_path / name)
 
     plain = shards("plain")
@@ -149,12 +149,12 @@ def test_commands_in_python(models: Models, text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tokens", [3, 40])
-def test_packed_layers_in_another_default_dtype(pruned: Callable[[str], Path], tokens: int) -> None:
+def test_packed_layers_in_another_default_dtype(pruned_llama: Path, tokens: int) -> None:
     """The compiled kernel writes float32 numbers, and has the room for them."""
-    model = runtime.load(pruned("llama"), least_zeros=0)
+    model = runtime.load(pruned_llama, least_zeros=0)
     plain = model(input_ids=IDS[:1, :tokens]).logits
     with default_dtype(torch.float64), torch.inference_mode():
-        model = runtime.load(pruned("llama"), least_zeros=0)
+        model = runtime.load(pruned_llama, least_zeros=0)
         assert torch.equal(model(input_ids=IDS[:1, :tokens]).logits, plain)
 
 

@@ -114,9 +114,9 @@ def test_from_prune_by_lora_to_push(
 
 
 def test_a_broken_zero_is_found(
-    models: Models, pruned: Callable[[str], Path], command: Run, tmp_path: Path
+    tiny_llama: Path, pruned_llama: Path, command: Run, tmp_path: Path
 ) -> None:
-    folder = pruned("llama")
+    folder = pruned_llama
     out = tmp_path / "out"
     save(tuned_by_lora(folder, "up_proj"), folder, out)
     done = command("verify", out, "--masks", folder, code=1)
@@ -137,24 +137,24 @@ def test_a_broken_zero_is_found(
         save_file(tensors, place.shard, {"format": "pt"})
         found = verify(out, masks=folder).differences
         assert found[-1] == f"model.layers.0.mlp.up_proj: 1 removed weight {words}."
-    found = verify(out, source=str(models("llama"))).differences
+    found = verify(out, source=str(tiny_llama)).differences
     assert "model.layers.0.mlp.up_proj: 1 weight not as the recipe decides." in found
 
 
 def test_masks_of_another_model_and_no_masks(
-    models: Models, pruned: Callable[[str], Path], tmp_path: Path
+    tiny_llama: Path, pruned: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = pruned("llama")
     assert verify(folder, masks=folder).differences == []
     pack(folder, tmp_path / "packed")
     assert verify(folder, masks=tmp_path / "packed").differences == []
-    assert verify(models("llama"), masks=folder).checked["targets"] == 6
-    assert len(verify(models("llama"), masks=folder).differences) == 6
+    assert verify(tiny_llama, masks=folder).checked["targets"] == 6
+    assert len(verify(tiny_llama, masks=folder).differences) == 6
     assert verify(pruned("gpt2"), masks=folder).differences != []
     with pytest.raises(UserError, match=r"no emp_report\.json in it"):
-        verify(folder, masks=models("llama"))
+        verify(folder, masks=tiny_llama)
     with pytest.raises(UserError, match=r"no emp_manifest\.json in it"):
-        verify(models("llama"), masks=folder, source=str(models("llama")))
+        verify(tiny_llama, masks=folder, source=str(tiny_llama))
 
 
 def tune(model: PreTrainedModel, callback: SparsityCallback, folder: Path) -> None:
@@ -174,9 +174,9 @@ def tune(model: PreTrainedModel, callback: SparsityCallback, folder: Path) -> No
 
 @pytest.mark.parametrize("way", ["trainer", "heal_model"])
 def test_a_model_in_memory_that_is_trained(
-    models: Models, text: Path, command: Run, tmp_path: Path, way: str
+    tiny_llama: Path, text: Path, command: Run, tmp_path: Path, way: str
 ) -> None:
-    source = models("llama")
+    source = tiny_llama
     out = tmp_path / "out"
     model = load(source, torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(source)
@@ -202,9 +202,9 @@ def test_a_model_in_memory_that_is_trained(
     assert json.loads((out / "emp_report.json").read_text())["trained"] is True
 
 
-def test_healed_in_memory(models: Models, text: Path, tmp_path: Path) -> None:
+def test_healed_in_memory(tiny_llama: Path, text: Path, tmp_path: Path) -> None:
     """Healing belongs to the run: what is saved is as it was made."""
-    source = models("llama")
+    source = tiny_llama
     model = load(source)
     recipe = recipe_of("emp-magnitude").but(heal=Heal(steps=2))
     report = prune_model(model, recipe, str(text), source, samples=32, seqlen=32)
@@ -221,10 +221,10 @@ def test_healed_in_memory(models: Models, text: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("refit", [False, True])
 def test_a_model_in_memory_that_is_not_trained(
-    models: Models, text: Path, tmp_path: Path, dtype: torch.dtype, refit: bool
+    tiny_llama: Path, text: Path, tmp_path: Path, dtype: torch.dtype, refit: bool
 ) -> None:
     """Also if it was converted to another dtype."""
-    source = models("llama")
+    source = tiny_llama
     model = load(source, torch.float32 if not refit else "auto")
     tokenizer = AutoTokenizer.from_pretrained(source)
     recipe = recipe_of().but(update=Refit()) if refit else recipe_of()
@@ -247,9 +247,9 @@ def test_a_model_in_memory_that_is_not_trained(
 
 @pytest.mark.parametrize("options", [{}, {"keep_shapes": True}])
 def test_without_neurons(
-    models: Models, command: Run, tmp_path: Path, options: dict[str, Any]
+    tiny_llama: Path, command: Run, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    source = models("llama")
+    source = tiny_llama
     folder = tmp_path / "pruned"
     prune(
         model=source,
@@ -288,10 +288,10 @@ def test_without_neurons(
 
 
 def test_the_folder_that_it_was_pruned_to_must_be_as_it_was(
-    pruned: Callable[[str], Path], tmp_path: Path
+    pruned_llama: Path, tmp_path: Path
 ) -> None:
     """Nobody takes trained weights for the pruned ones."""
-    folder = Path(shutil.copytree(pruned("llama"), tmp_path / "pruned"))
+    folder = Path(shutil.copytree(pruned_llama, tmp_path / "pruned"))
     model = tuned_by_lora(folder, "q_proj")
     model.save_pretrained(folder)
     (folder / "model.safetensors.index.json").unlink(missing_ok=True)
@@ -314,10 +314,10 @@ def test_masks_of_a_folder(pruned: Callable[[str], Path], tmp_path: Path, family
 
 
 def test_masks_of_a_folder_without_a_report(
-    models: Models, pruned: Callable[[str], Path], tmp_path: Path
+    tiny_llama: Path, pruned: Callable[[str], Path], tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=r"its targets are unknown. Name them"):
-        Masks.load(models("llama"))
-    assert len(Masks.load(models("llama"), targets="up_proj")) == 2
+        Masks.load(tiny_llama)
+    assert len(Masks.load(tiny_llama, targets="up_proj")) == 2
     with pytest.raises(UserError, match="no such file of masks, and no pruned folder"):
         Masks.load(tmp_path / "none")

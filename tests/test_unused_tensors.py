@@ -4,7 +4,6 @@ value and score heads.
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from emp_llm import bench, evaluate, generate, heal, prune, verify
 from emp_llm.common.errors import UserError
-
-Models = Callable[[str], Path]
 
 
 def with_more(model: Path, folder: Path, place: str) -> Path:
@@ -48,10 +45,10 @@ def with_more(model: Path, folder: Path, place: str) -> Path:
     ["model.layers.2.", "mtp.layers.0.", "model.mtp.layers.0.transformer_layer.", "mtp.block."],
 )
 def test_a_layer_that_predicts_a_second_token_is_not_cut(
-    models: Models, tmp_path: Path, place: str, structure: str
+    tiny_llama: Path, tmp_path: Path, place: str, structure: str
 ) -> None:
     """It would not fit the new config. With all shapes kept, it fits."""
-    source = with_more(models("llama"), tmp_path / "model", place)
+    source = with_more(tiny_llama, tmp_path / "model", place)
     how = {"method": "magnitude", "sparsity": 0.5, "device_map": "cpu", "structure": structure}
     with pytest.raises(
         UserError,
@@ -64,19 +61,19 @@ def test_a_layer_that_predicts_a_second_token_is_not_cut(
     assert verify(tmp_path / "out", source=str(source)).differences == []
 
 
-def test_verify_compares_shapes_with_the_config(models: Models, tmp_path: Path) -> None:
+def test_verify_compares_shapes_with_the_config(tiny_llama: Path, tmp_path: Path) -> None:
     """As an earlier version wrote it: the config is smaller, and a layer that transformers does
     not load is not.
     """
     prune(
-        models("llama"),
+        tiny_llama,
         output=tmp_path / "out",
         structure="neurons",
         method="magnitude",
         sparsity=0.5,
         width_multiple=8,
     )
-    source = with_more(models("llama"), tmp_path / "model", "mtp.layers.0.")
+    source = with_more(tiny_llama, tmp_path / "model", "mtp.layers.0.")
     more = load_file(source / "second.safetensors")
     path = next((tmp_path / "out").glob("*.safetensors"))
     save_file(load_file(path) | more, path, {"format": "pt"})
@@ -84,7 +81,7 @@ def test_verify_compares_shapes_with_the_config(models: Models, tmp_path: Path) 
     content = json.loads(index.read_text())
     content["weight_map"] |= dict.fromkeys(more, path.name)
     index.write_text(json.dumps(content))
-    report = verify(tmp_path / "out", source=str(models("llama")))
+    report = verify(tmp_path / "out", source=str(tiny_llama))
     assert any(
         line.startswith("mtp.layers.0.mlp.up_proj.weight: its shape")
         and "of no decoder block any more" in line
@@ -92,9 +89,9 @@ def test_verify_compares_shapes_with_the_config(models: Models, tmp_path: Path) 
     )
 
 
-def test_a_model_without_a_head_for_tokens(models: Models, text: Path, tmp_path: Path) -> None:
+def test_a_model_without_a_head_for_tokens(tiny_llama: Path, text: Path, tmp_path: Path) -> None:
     """A tied one would be judged by its embeddings."""
-    source = with_more(models("llama"), tmp_path / "model", "score.weight")
+    source = with_more(tiny_llama, tmp_path / "model", "score.weight")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(
         json.dumps(config | {"architectures": ["LlamaForSequenceClassification"]})
@@ -122,15 +119,13 @@ def test_a_model_without_a_head_for_tokens(models: Models, text: Path, tmp_path:
         )
 
 
-def test_an_untied_reward_model_is_pruned(models: Models, text: Path, tmp_path: Path) -> None:
+def test_an_untied_reward_model_is_pruned(tiny_llama: Path, text: Path, tmp_path: Path) -> None:
     """Its checkpoint has no head for tokens, and is complete."""
     source = tmp_path / "model"
-    model = transformers.LlamaForSequenceClassification.from_pretrained(
-        models("llama"), num_labels=1
-    )
+    model = transformers.LlamaForSequenceClassification.from_pretrained(tiny_llama, num_labels=1)
     model.config.tie_word_embeddings = False
     model.save_pretrained(source)
-    transformers.AutoTokenizer.from_pretrained(models("llama")).save_pretrained(source)
+    transformers.AutoTokenizer.from_pretrained(tiny_llama).save_pretrained(source)
     for method in ("magnitude", "wanda", "sparsegpt"):
         how = (
             {} if method == "magnitude" else {"calibration": str(text), "samples": 4, "seqlen": 32}
@@ -185,9 +180,9 @@ def how_to_read(text: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", ["model-00001-of-00001.safetensors", "weights.safetensors"])
-def test_a_model_with_an_adapter_is_refused(models: Models, tmp_path: Path, name: str) -> None:
+def test_a_model_with_an_adapter_is_refused(tiny_llama: Path, tmp_path: Path, name: str) -> None:
     """Its shards can have any name."""
-    source = with_more(models("llama"), tmp_path / "model", "mtp.layers.0.")
+    source = with_more(tiny_llama, tmp_path / "model", "mtp.layers.0.")
     (source / "second.safetensors").rename(source / name)
     index = source / "model.safetensors.index.json"
     index.write_text(index.read_text().replace("second.safetensors", name))

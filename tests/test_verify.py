@@ -64,10 +64,10 @@ def test_sound(
 
 
 def test_a_share_of_the_rows_by_the_reference(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel decides the others, and a weight is wrong wherever it is."""
-    source = models("llama")
+    source = tiny_llama
     columns = oracle.tensors(source)[f"{DOWN}.weight"].shape[1]
     out = tmp_path / "out"
     prune(model=source, output=out, method="magnitude", sparsity=0.5, targets="down_proj")
@@ -95,9 +95,9 @@ def test_a_share_of_the_rows_by_the_reference(
 
 
 @pytest.fixture(scope="module")
-def sound(models: Models, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sound(tiny_llama: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("sound") / "out"
-    prune(model=str(models("llama")), output=out, calibration=str(text), samples=4, seqlen=64)
+    prune(model=str(tiny_llama), output=out, calibration=str(text), samples=4, seqlen=64)
     return out
 
 
@@ -166,7 +166,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str, str | None]] = {
     ("spoil", "at_once", "deeper"), [pytest.param(*case, id=name) for name, case in WRONG.items()]
 )
 def test_not_sound(
-    models: Models,
+    tiny_llama: Path,
     sound: Path,
     command: Run,
     tmp_path: Path,
@@ -182,13 +182,11 @@ def test_not_sound(
     if deeper is not None:
         rehash(out)
         assert verify(out).differences == []
-        (difference,) = verify(out, source=str(models("llama"))).differences
+        (difference,) = verify(out, source=str(tiny_llama)).differences
         assert re.search(deeper, difference)
 
 
-def test_wrong_input(
-    models: Models, sound: Path, norms: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_wrong_input(models: Models, sound: Path, llama_norms: Path, tmp_path: Path) -> None:
     source = str(models("llama"))
     with pytest.raises(UserError, match=r"no emp_manifest\.json in it; give the --output folder"):
         verify(models("llama"))
@@ -203,7 +201,7 @@ def test_wrong_input(
     with pytest.raises(UserError, match=r"other\.safetensors: not the norms that decided"):
         verify(sound, source=source, activations=other)
     out = tmp_path / "out"
-    prune(model=source, output=out, method="wanda", activations=norms("llama"))
+    prune(model=source, output=out, method="wanda", activations=llama_norms)
     with pytest.raises(
         UserError,
         match=r"does not hold the norms that decided its masks.*--activations FILE",
@@ -247,7 +245,7 @@ def _replaced(value: Any, path: tuple[str, ...], new: Any) -> Any:
     ],
 )
 def test_manifests_that_lie(
-    models: Models, sound: Path, tmp_path: Path, path: str, new: Any
+    tiny_llama: Path, sound: Path, tmp_path: Path, path: str, new: Any
 ) -> None:
     """Whatever a manifest says: it is refused in a sentence, or a difference is found."""
     parts = tuple(path.replace("config.json", "config/json").split("."))
@@ -257,7 +255,7 @@ def test_manifests_that_lie(
     lying = _replaced(json.loads(text), tuple(part.replace("/", ".") for part in parts), new)
     (out / "emp_manifest.json").write_text(json.dumps(lying))
     with suppress(UserError):
-        found = verify(out, source=str(models("llama"))).differences
+        found = verify(out, source=str(tiny_llama)).differences
         default = path.startswith("recipe") and new in (None, {})  # the run was the default recipe
         # Then all is compared by the names of tensors.
         as_in_memory = path.startswith("source") and new in (None, {})
@@ -266,8 +264,8 @@ def test_manifests_that_lie(
 
 
 @pytest.mark.parametrize("group", ["row", "all"])
-def test_a_source_that_is_damaged_since(models: Models, tmp_path: Path, group: Any) -> None:
-    source = Path(shutil.copytree(models("llama"), tmp_path / "model"))
+def test_a_source_that_is_damaged_since(tiny_llama: Path, tmp_path: Path, group: Any) -> None:
+    source = Path(shutil.copytree(tiny_llama, tmp_path / "model"))
     out = tmp_path / "out"
     prune(model=source, output=out, method="magnitude", group=group)
     change(source, f"{DOWN}.weight", 0x7FC0, 1)
@@ -370,9 +368,9 @@ def test_folders_of_save_pretrained(
 
 
 @pytest.fixture(scope="module")
-def saved(models: Models, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tiny_llama: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("saved") / "out"
-    save_in_memory(models("llama"), out, recipe_of(), text)
+    save_in_memory(tiny_llama, out, recipe_of(), text)
     return out
 
 
@@ -428,14 +426,14 @@ WRONG_SAVED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("case", WRONG_SAVED)
 def test_folders_of_save_pretrained_with_a_defect(
-    models: Models, saved: Path, command: Run, tmp_path: Path, case: str
+    tiny_llama: Path, saved: Path, command: Run, tmp_path: Path, case: str
 ) -> None:
     spoil, message = WRONG_SAVED[case]
     out = Path(shutil.copytree(saved, tmp_path / "out"))
     spoil(out)
     command("verify", out, code=1)
     rehash(out)
-    done = command("verify", out, "--source", models("llama"), code=1)
+    done = command("verify", out, "--source", tiny_llama, code=1)
     difference, figures = done.stdout.splitlines()
     assert re.search(message, difference)
     assert figures.startswith("1 difference; ")
