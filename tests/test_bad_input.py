@@ -737,7 +737,7 @@ def test_malformed_generation_config(
 @pytest.mark.parametrize("runtime", ["sparse", "dense"])
 def test_an_end_of_text_that_is_no_number(command: Run, model: Path, runtime: str) -> None:
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, "</s>"]}))
-    done = command("generate --prompt a --model", model, "--runtime", runtime, code=2)
+    done = command(f"generate --prompt a --model {model} --runtime", runtime, code=2)
     message = done.stderr.splitlines()[-1]
     assert message.startswith(f"error: {model / 'generation_config.json'}: eos_token_id ")
     check_sentences(message)

@@ -404,14 +404,9 @@ def test_ranks_resume_together(
 
 def test_the_dry_run_counts_the_state(deep: Path, text: Path, command: Callable[..., Any]) -> None:
     line = [
-        "prune --dry-run --execution blocks --model",
+        f"prune --dry-run --execution blocks --calibration {text} --samples {SAMPLES} "
+        f"--seqlen {LENGTH} --model",
         deep,
-        "--calibration",
-        text,
-        "--samples",
-        SAMPLES,
-        "--seqlen",
-        LENGTH,
     ]
     assert format_bytes(2 * STATE) in command(*line).stdout
     assert "--no-resumable-calibration" not in command(*line, "--no-resumable-calibration").stdout
@@ -426,7 +421,7 @@ def test_a_signal_in_a_whole_model_says_that_it_starts_over(
     command: Callable[..., Any],
     batches: list[int],
 ) -> None:
-    line = ["prune", tiny_llama, "--calibration", text, "--samples", SAMPLES]
+    line = [f"prune {tiny_llama} --calibration {text} --samples {SAMPLES}"]
     line += ["--seqlen", LENGTH, "--batch-size", 1, "--output", "out"]
 
     with monkeypatch.context() as patch:

@@ -341,8 +341,8 @@ def test_nothing_published_names_a_folder(
     output = home / "runs" / "second"
     prune(model=home / "models" / "llama", method="emp-magnitude", output=first)
     line = [
-        "prune --model models/llama --method wanda --match ../somebody/runs/first --output",
-        output,
+        f"prune --model models/llama --method wanda --match ../somebody/runs/first "
+        f"--output {output}",
     ]
     line += [
         "--calibration",

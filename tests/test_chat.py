@@ -335,7 +335,7 @@ def test_the_run_says_what_was_rendered(
         (model / file.name).write_bytes(file.read_bytes())
     (model / "chat_template.jinja").write_text(TURN + TAIL)
     line = ["--calibration", "chat.jsonl", "--samples", 2, "--seqlen", 16, "--output", "norms"]
-    done = command("calibrate --model", model, *line)
+    done = command(f"calibrate --model {model}", *line)
     assert "rows rendered by the chat template, 1 as plain text" in done.stderr
     assert "the chat template does not show tool_calls, tools of its rows" in done.stderr
     caplog.set_level(logging.INFO)

@@ -84,14 +84,7 @@ def test_the_perplexity_of_the_sequences_behind_the_text(
 
 def test_the_last_line_of_the_command(tiny_llama: Path, text: Path, command: Any) -> None:
     line = [
-        "prune",
-        tiny_llama,
-        "--calibration",
-        text,
-        "--samples",
-        SAMPLES,
-        "--seqlen",
-        LENGTH,
+        f"prune {tiny_llama} --calibration {text} --samples {SAMPLES} --seqlen {LENGTH}",
     ]
     done = command(*line, "--output", "out")
     assert done.stdout.splitlines()[-1].startswith("held-out text, 8 x 32 tokens: perplexity 2")
@@ -159,7 +152,7 @@ def test_a_large_rise_names_what_costs_less(options: dict[str, Any], cheaper: st
 def test_a_run_that_needs_no_text_is_checked_on_a_named_one(
     tiny_llama: Path, text: Path, llama_norms: Path, command: Any
 ) -> None:
-    line = ["prune --output out --overwrite", tiny_llama]
+    line = [f"prune --output out --overwrite {tiny_llama}"]
     named = ["--calibration", text, "--samples", SAMPLES, "--seqlen", LENGTH]
     for how in (["--method", "magnitude"], ["--activations", llama_norms]):
         done = command(*line, *how)

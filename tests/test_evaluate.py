@@ -75,7 +75,7 @@ def test_demo_model_on_its_own_suite(command: Run, tmp_path: Path) -> None:
     to lm-eval's numbers.
     """
     before = time.process_time()
-    done = command("evaluate --suite demo --limit 16 --model", DEMO)
+    done = command(f"evaluate --suite demo --limit 16 --model {DEMO}")
     assert time.process_time() - before < 30
     assert re.search(r"mean acc of 3 +\d\d\.\d\d ± \d\.\d\d \*$", done.stdout, re.M), done.stdout
     assert "suite demo: 8,192 tokens, 48 examples by lm-eval" in done.stdout
@@ -108,8 +108,8 @@ def test_a_chat_template_is_applied_as_by_lm_eval(tmp_path: Path, command: Run) 
     (tmp_path / "s.toml").write_text(
         f'[[tasks]]\nnames = ["demo_stories"]\nfolder = "{folder}"\nnum_fewshot = 1\n'
     )
-    line = ("evaluate --limit 8 --model", model, "--suite", tmp_path / "s.toml")
-    command(*line, "--apply-chat-template", "--output", tmp_path / "chat.json")
+    line = f"evaluate --limit 8 --model {model} --suite {tmp_path}/s.toml"
+    command(line, "--apply-chat-template", "--output", tmp_path / "chat.json")
     record = json.loads((tmp_path / "chat.json").read_text())
     assert [task["chat_template"] for task in record["made_by"]["tasks"]] == [True]
     theirs, samples = lm_eval(
@@ -134,10 +134,7 @@ def test_a_real_task_equals_lm_eval(
     (tmp_path / "mine.toml").write_text('[[tasks]]\nnames = ["openbookqa"]\nnum_fewshot = 1\n')
     options = ("--limit", 20, "--batch-size", 4, "--output", tmp_path / "ours.json")
     done = command(
-        "evaluate --model",
-        model,
-        "--suite",
-        tmp_path / "mine.toml",
+        f"evaluate --model {model} --suite {tmp_path}/mine.toml",
         *options,
         cwd=shared / "datasets",
     )
@@ -257,12 +254,8 @@ def test_a_terminated_run_resumes(
     with monkeypatch.context() as patch:
         patch.setattr(Results, "save", save_and_terminate)
         line = (
-            "evaluate --device-map cpu --model",
-            evaluable_llama,
-            "--suite",
-            task_suite,
-            "--output",
-            output,
+            f"evaluate --device-map cpu --model {evaluable_llama} --suite {task_suite} "
+            f"--output {output}",
         )
         command(*line, code=128 + signal.SIGTERM)
     half = json.loads(output.read_text())

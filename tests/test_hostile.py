@@ -296,9 +296,7 @@ def test_a_header_of_odd_length(model: Path, tmp_path: Path, command: Run) -> No
         shard.write_bytes((len(header) + 1).to_bytes(8, "little") + header + b" " + data)
     for source in (model, odd):
         line = (
-            "prune --method emp-magnitude --model",
-            source,
-            "--output",
+            f"prune --method emp-magnitude --model {source} --output",
             source.with_suffix(".out"),
         )
         command(*line)
@@ -484,7 +482,7 @@ class TestPacked:
         for check in (True, False):
             with pytest.raises(UserError, match=match):
                 load(folder, check=check)
-        done = command("generate --prompt a --device cpu --model", folder, code=2)
+        done = command(f"generate --prompt a --device cpu --model {folder}", code=2)
         assert (done.stderr.count("\n"), done.stderr[:7]) == (1, "error: ")
 
     def test_a_tensor_in_two_shards(self, folder: Path) -> None:

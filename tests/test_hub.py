@@ -80,7 +80,7 @@ def test_a_packed_model_runs_by_its_name(client: Client, checkpoint: Path, tmp_p
     code, text, err = client.command(tmp_path, "generate --model user/packed", *line)
     assert (code, "linear layers packed" in err) == (0, True), err
     assert (
-        client.succeed(tmp_path, "generate --model", checkpoint, *line, "--runtime", "dense")
+        client.succeed(tmp_path, f"generate --model {checkpoint}", *line, "--runtime", "dense")
         == text
     )
 
@@ -307,8 +307,8 @@ def test_a_suite_prepared_with_a_network_runs_without(
 ) -> None:
     model = Path(__file__).parents[1] / "scripts" / "demo" / "model"
     write_suite(tmp_path)
-    line = ["evaluate --suite mine.toml --model", model]
-    code, _, err = offline.command(tmp_path, *line)
+    line = f"evaluate --suite mine.toml --model {model}"
+    code, _, err = offline.command(tmp_path, line)
     assert (
         code,
         "task questions: its data set someone/questions cannot be loaded" in err,
@@ -321,7 +321,7 @@ def test_a_suite_prepared_with_a_network_runs_without(
     code, out, err = client.command(tmp_path, "fetch", "--suite", "mine.toml")
     assert (code, err) == (0, "")
     assert out == "in the cache:\n  text someone/text/train: 8 rows\n  task questions: 8 examples\n"
-    assert "8 examples by lm-eval" in offline.succeed(tmp_path, *line)
+    assert "8 examples by lm-eval" in offline.succeed(tmp_path, line)
 
 
 def test_what_the_jobs_of_a_study_need_is_fetched(hub: Hub, client: Client, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_a_run_that_is_stopped_half_way(tiny_llama: Path, tmp_path: Path, number
     (folder / "out").mkdir(parents=True)
     (folder / "out" / "emp_report.json").write_text("{}")
     logs.mkdir()
-    line = ["prune --method magnitude --model", tiny_llama, "--targets", TARGETS]
+    line = [f"prune --method magnitude --model {tiny_llama} --targets", TARGETS]
     line += ["--output", "out", "--overwrite"]
     done = launch(1, folder, logs, *line, prepare=lambda: stop_half_way(number))
     assert done.codes == [CODES[signal.Signals(number)]]

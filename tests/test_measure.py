@@ -126,10 +126,8 @@ def test_deep_models_fit_the_table() -> None:
 
 def test_from_the_command_line(tiny_llama: Path, text: Path, command: Run, tmp_path: Path) -> None:
     line = [
-        "measure --samples 4 --seqlen 64 --output m.json --model",
-        tiny_llama,
-        "--calibration",
-        text,
+        f"measure --samples 4 --seqlen 64 --output m.json --model {tiny_llama} "
+        f"--calibration {text}",
     ]
     done = command(*line)
     for words in ("wanda, order 2", "mlp.down_proj x 2", "wanda, order 2: removed % at beta"):

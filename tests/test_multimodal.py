@@ -428,10 +428,7 @@ def test_refusals(
         given += ["--calibration", str(text), "--samples", "2", "--seqlen", "32"]
     folder = towers(name) if name in FAMILIES else models(name)
     done = command(
-        "prune --device-map cpu --model",
-        folder,
-        "--output",
-        tmp_path / "out",
+        f"prune --device-map cpu --model {folder} --output {tmp_path}/out",
         *given,
         *options,
         code=2,
@@ -457,12 +454,8 @@ def test_an_architecture_that_transformers_does_not_know(
         towers("llava"), tmp_path / "model", model_type="future_vl", architectures=["FutureVL"]
     )
     line = (
-        "prune --samples 2 --seqlen 32 --model",
-        folder,
-        "--output",
-        tmp_path / "out",
-        "--calibration",
-        text,
+        f"prune --samples 2 --seqlen 32 --model {folder} --output {tmp_path}/out "
+        f"--calibration {text}",
     )
     done = command(*line, code=2)
     assert re.search(
@@ -471,7 +464,7 @@ def test_an_architecture_that_transformers_does_not_know(
         done.stderr,
     )
     assert "--trust-remote-code" not in done.stderr
-    done = command("prune --method magnitude --model", folder, "--output", tmp_path / "out")
+    done = command(f"prune --method magnitude --model {folder} --output {tmp_path}/out")
     assert changed_names(folder, tmp_path / "out") == {
         name for name in oracle.tensors(folder) if re.fullmatch(FAMILIES["llava"].mlp, name)
     }
@@ -479,25 +472,23 @@ def test_an_architecture_that_transformers_does_not_know(
     code = edit_config(
         folder, tmp_path / "code", auto_map={"AutoModelForImageTextToText": "modeling.FutureVL"}
     )
-    done = command(
-        "prune --model", code, "--output", tmp_path / "other", "--calibration", text, code=2
-    )
+    done = command(f"prune --output {tmp_path}/other --calibration {text} --model", code, code=2)
     assert "if you trust it, add --trust-remote-code" in done.stderr
 
 
 def test_a_model_without_a_language_tower(tmp_path: Path, text: Path, command: Run) -> None:
     ViTForImageClassification(ViTConfig(**multimodal.CLIP)).save_pretrained(tmp_path / "vit")
-    line = ("prune --model", tmp_path / "vit", "--output", tmp_path / "out")
-    done = command(*line, "--method", "magnitude", code=2)
+    line = f"prune --model {tmp_path}/vit --output {tmp_path}/out"
+    done = command(line, "--method", "magnitude", code=2)
     assert re.search(
         r"--tower language: .*has no language tower; its layers belong to: "
         r"vision.*--tower all",
         done.stderr,
     )
-    done = command(*line, "--calibration", text, code=2)
+    done = command(line, "--calibration", text, code=2)
     assert re.search(
         r"has no causal language model, image-text-to-text or encoder-decoder class for ViT",
         done.stderr,
     )
-    done = command(*line, "--method", "magnitude", "--tower", "vision")
+    done = command(line, "--method", "magnitude", "--tower", "vision")
     assert len(changed_names(tmp_path / "vit", tmp_path / "out")) == 6

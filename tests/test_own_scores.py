@@ -82,7 +82,9 @@ def refused(command: Run, tiny_llama: Path, tmp_path: Path) -> Refused:
     """
 
     def call(match: str, *options: object) -> None:
-        done = command("prune --model", tiny_llama, *options, "--output", tmp_path / "out", code=2)
+        done = command(
+            f"prune --model {tiny_llama}", *options, "--output", tmp_path / "out", code=2
+        )
         assert (
             len(
                 [
@@ -113,7 +115,7 @@ def test_a_criterion_by_name_prunes_by_its_scores(
     # emp-my_ria is the default with this criterion.
     how = ["--method", method] if method == "my_ria" else []
     given = ["--calibration", text, "--samples", 4, "--seqlen", 64, "--device-map", "cpu"]
-    command("prune --criterion my_scores:my_ria --model", source, *how, *given, "--output", out)
+    command(f"prune --criterion my_scores:my_ria --model {source}", *how, *given, "--output", out)
     norms = oracle.load_norms(out / "emp_llm" / "activations.safetensors")
     for layer, tensor in targets(out).items():
         size = np.abs(oracle.weight(source, tensor))
@@ -131,7 +133,7 @@ def test_a_criterion_by_name_prunes_by_its_scores(
     assert (score["function"], len(score["source"])) == ("my_scores:my_ria", 64)
     assert Recipe.of_dict(recipe).method == method
     by = ("--criterion", "my_scores.py:my_ria")
-    checked = command("verify", out, "--source", source, *by)
+    checked = command(f"verify {out} --source {source}", *by)
     assert "0 differences" in checked.stdout
     code.write_text(CODE.replace("size.sum(0)", "size.sum(0).square()"))
     for more, exit_code, said in (
@@ -139,7 +141,7 @@ def test_a_criterion_by_name_prunes_by_its_scores(
         ((), 2, f"--criterion {out}/emp_llm/criterion.py:my_ria: this runs the whole file"),
         (("--criterion", f"{out}/emp_llm/criterion.py:my_ria"), 0, ""),
     ):
-        refused = command("verify", out, "--source", source, *more, code=exit_code)
+        refused = command(f"verify {out} --source {source}", *more, code=exit_code)
         assert said in refused.stderr
 
 
@@ -173,16 +175,16 @@ def test_a_criterion_of_a_script_is_kept_beside_the_report(
     runpy.run_path(str(script), run_name="__main__")
     assert report_of(tmp_path / "saved")["recipe"]["score"]["own"]["function"] == "nb3.py:my_score"
     script.unlink()
-    line = ["verify saved --source", tiny_llama]
-    (given,) = re.findall(r"--criterion (\S+): this runs", command(*line, code=2).stderr)
-    assert "0 differences" in command(*line, "--criterion", given).stdout
+    line = f"verify saved --source {tiny_llama}"
+    (given,) = re.findall(r"--criterion (\S+): this runs", command(line, code=2).stderr)
+    assert "0 differences" in command(line, "--criterion", given).stdout
 
 
 def test_a_criterion_without_a_file(command: Run, tiny_llama: Path, tmp_path: Path) -> None:
     names = {"__name__": "__main__"}
     exec("def my_score(weight):\n    return weight.abs()", names)
     prune(model=tiny_llama, criterion=names["my_score"], output=tmp_path / "out")
-    refused = command("verify out --source", tiny_llama, code=2).stderr
+    refused = command(f"verify out --source {tiny_llama}", code=2).stderr
     assert "Write it to one, and add --criterion FILE.py:my_score" in refused
     assert not (tmp_path / "out" / "emp_llm").exists()
 

@@ -387,11 +387,11 @@ def test_refused_with_the_remedy(
 
 
 def test_from_the_shell(pruned_llama: Path, tiny_llama: Path, command: Run, tmp_path: Path) -> None:
-    done = command("pack --mask-only", pruned_llama, "packed")
+    done = command(f"pack --mask-only {pruned_llama} packed")
     assert "tensors sparse" in done.stdout
     unpack(tmp_path / "packed", tmp_path / "back", base=str(tiny_llama))
     AutoModelForCausalLM.from_pretrained(tmp_path / "back")
-    wrong = command("unpack", "packed", "other", code=2)
+    wrong = command("unpack packed other", code=2)
     assert wrong.stderr.startswith("error: ")
     assert "Traceback" not in wrong.stderr
 

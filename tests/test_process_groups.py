@@ -274,7 +274,7 @@ def test_wrong_variables(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    done = command("prune --method emp-magnitude --model", tiny_llama, code=2)
+    done = command(f"prune --method emp-magnitude --model {tiny_llama}", code=2)
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
 

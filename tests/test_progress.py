@@ -159,31 +159,25 @@ def test_every_command_can_be_quiet_or_verbose(name: str, command: Run) -> None:
 def test_a_quiet_run_shows_its_result_and_warnings(
     tiny_llama: Path, tmp_path: Path, command: Run
 ) -> None:
-    line = (
-        "prune --method emp-magnitude --overwrite --output out --model",
-        tiny_llama,
-    )
-    usual = command(*line)
-    quiet = command(*line, "-q")
+    line = f"prune --method emp-magnitude --overwrite --output out --model {tiny_llama}"
+    usual = command(line)
+    quiet = command(line, "-q")
     assert "written to out" in usual.stderr
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, usual.stdout, "")
-    assert command(*line, "-q", "--samples", 3).stderr == (
+    assert command(line, "-q", "--samples", 3).stderr == (
         "warning: --samples has no effect: method emp-magnitude needs no activations.\n"
     )
-    wrong = command(*line, "--quiet", "--beta", 0, code=2)
+    wrong = command(line, "--quiet", "--beta", 0, code=2)
     assert wrong.stderr.startswith("error: --beta must be a number above 0")
-    command(*line, "-q", "-v", code=2)
-    assert "written to out" in command(*line).stderr, "the next run is as usual"
+    command(line, "-q", "-v", code=2)
+    assert "written to out" in command(line).stderr, "the next run is as usual"
 
 
 def test_a_verbose_run_tells_sizes_times_and_memory(
     tiny_llama: Path, text: Path, command: Run
 ) -> None:
     line = (
-        "prune --samples 4 --seqlen 64 --output out --model",
-        tiny_llama,
-        "--calibration",
-        text,
+        f"prune --samples 4 --seqlen 64 --output out --model {tiny_llama} --calibration {text}",
     )
     done = command(*line, "--device-map", "cpu", "-v")
     told = [

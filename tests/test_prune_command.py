@@ -146,24 +146,24 @@ def test_a_dry_run_shows_the_sparsity_at_each_beta(
     """For methods without activations at once; for the others with an activations file, and a
     sentence without one.
     """
-    line = ("prune --dry-run --output out --model", tiny_llama, "--method")
+    line = f"prune --dry-run --output out --model {tiny_llama} --method"
     head = "emp-magnitude, order 2, group row: removed % at beta    0.5    0.6    0.7"
-    done = command(*line, "emp-magnitude")
+    done = command(line, "emp-magnitude")
     assert head in done.stdout
     assert "reading the targets (30.7 kB)" in done.stderr
     assert (
         "emp-wanda, order 1, group all: removed % at beta"
         in command(
-            *line, "emp-wanda", "--activations", llama_norms, "--order", 1, "--group", "all"
+            line, "emp-wanda", "--activations", llama_norms, "--order", 1, "--group", "all"
         ).stdout
     )
-    done = command(*line, "emp-wanda")
+    done = command(line, "emp-wanda")
     assert "sparsity against beta: needs activations" in done.stdout
     assert "add --activations FILE" in done.stdout
     assert "removed %" not in done.stdout
     assert "reading" not in done.stderr
-    assert "known only at the end" in command(*line, "emp-wanda", "--propagate", "pruned").stdout
-    assert "beta" not in command(*line, "magnitude").stdout
+    assert "known only at the end" in command(line, "emp-wanda", "--propagate", "pruned").stdout
+    assert "beta" not in command(line, "magnitude").stdout
     assert not list(tmp_path.iterdir())
 
 
@@ -384,7 +384,7 @@ def test_every_option_of_a_long_help_has_a_group() -> None:
 
 
 def test_short_flags(tiny_llama: Path, tmp_path: Path, command: Run) -> None:
-    command("prune --method magnitude -o short -q -m", tiny_llama)
+    command(f"prune --method magnitude -o short -q -m {tiny_llama}")
     assert (tmp_path / "short" / "emp_report.json").is_file()
 
 
@@ -476,23 +476,23 @@ def test_bash_completes(command: Run, tmp_path: Path) -> None:
 def test_misspelt_names_are_answered_with_the_nearest(tiny_llama: Path, command: Run) -> None:
     assert "Did you mean prune?" in command("prnue", code=2).stderr
     assert "Did you mean" not in command("xyzzy", code=2).stderr
-    unknown = command("prune --methd wanda", tiny_llama, code=2).stderr
+    unknown = command(f"prune --methd wanda {tiny_llama}", code=2).stderr
     assert unknown.startswith("error: No such option")
     assert "--methd" in unknown
     assert "--method" in unknown
     assert "emp-llm prune --help" in unknown
     assert (
         "Did you mean emp-wanda?"
-        in command("prune --method emp-wnada -m", tiny_llama, code=2).stderr
+        in command(f"prune --method emp-wnada -m {tiny_llama}", code=2).stderr
     )
-    assert "Did you mean demo?" in command("prune --calibration dmo", tiny_llama, code=2).stderr
+    assert "Did you mean demo?" in command(f"prune --calibration dmo {tiny_llama}", code=2).stderr
     assert (
         "Did you mean magnitude?"
-        in command("sweep --methods wanda,magnitud -m", tiny_llama, code=2).stderr
+        in command(f"sweep --methods wanda,magnitud -m {tiny_llama}", code=2).stderr
     )
     assert (
         "Did you mean magnitude?"
-        in command("measure --criteria magnitud -m", tiny_llama, code=2).stderr
+        in command(f"measure --criteria magnitud -m {tiny_llama}", code=2).stderr
     )
 
 
@@ -545,19 +545,19 @@ def test_versions_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_shares_in_percent(tiny_llama: Path, tmp_path: Path, command: Run) -> None:
     """In every option that takes a number, and in lists of numbers."""
-    line = ("prune --method magnitude", tiny_llama, "--output", tmp_path / "out")
-    command(*line, "--sparsity", "28.7%")
+    line = f"prune --method magnitude {tiny_llama} --output {tmp_path}/out"
+    command(line, "--sparsity", "28.7%")
     assert read_report(tmp_path / "out").recipe.counts.sparsity == 0.287
     assert parse_numbers("50%, 0.5,7 %", "--sparsities") == [0.5, 0.5, 0.07]
     for wrong in ("half", "%", "5%%"):
-        done = command(*line, "--sparsity", wrong, code=2)
+        done = command(line, "--sparsity", wrong, code=2)
         assert done.stderr == f"error: --sparsity must be a number, got {wrong!r}.\n"
     for flag, wrong, told in (
         ("--samples", "1.5", "--samples must be a whole number, got '1.5'."),
         ("--samples", "0", "--samples must be at least 1, got 0."),
         ("--group", "rows", "--group 'rows' is not one of row, matrix, all. Did you mean row?"),
     ):
-        assert command(*line, flag, wrong, code=2).stderr == f"error: {told}\n"
+        assert command(line, flag, wrong, code=2).stderr == f"error: {told}\n"
 
 
 def test_a_sparsity_in_percent_and_a_sparsity_of_nothing(

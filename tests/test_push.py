@@ -40,7 +40,7 @@ def test_pushed_from_the_shell_and_loaded_by_its_name(
     hub: Hub, client: Client, checkpoint: Path, tmp_path: Path
 ) -> None:
     (checkpoint / "notes.txt").write_text("mine")
-    code, out, err = client.command(tmp_path, "push", checkpoint, "user/lamps")
+    code, out, err = client.command(tmp_path, f"push {checkpoint} user/lamps")
     assert code == 0, err
     assert "/user/lamps holds " in out
     (checkpoint / "notes.txt").unlink()

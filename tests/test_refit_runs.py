@@ -235,12 +235,10 @@ def test_two_ranks(
     ]
     words += ["--refit"] if refit else []
     line = [
-        "prune --device-map cpu --model",
+        f"prune --device-map cpu --calibration {text} --model",
         many_experts,
         "--method",
         method,
-        "--calibration",
-        text,
         *words,
     ]
     done = launch(2, tmp_path, tmp_path_factory.mktemp("logs"), *line, "--output", "two")

@@ -454,7 +454,7 @@ def test_generate(sparse_models: Models, command: Run) -> None:
     sparse = command("generate --model", f"{model}-packed", *line)
     assert "8 prompt tokens, first new token after" in sparse.stderr
     assert "tokens/s; peak memory" in sparse.stderr
-    quiet = command("generate --model", model, *line, "--runtime", "dense", "-q")
+    quiet = command(f"generate --model {model}", *line, "--runtime", "dense", "-q")
     assert (quiet.stdout, quiet.stderr) == (sparse.stdout, "")
 
 
@@ -595,7 +595,7 @@ def test_bench(sparse_models: Models, command: Run, tmp_path: Path) -> None:
                 f"{speed.ratio:.2f}  {speed.lowest_ratio:.2f}-{speed.highest_ratio:.2f}"
             ) in done.stdout
     assert "exists" in command("bench", f"{pruned}-packed", *line, code=2).stderr
-    command("report --no-plots", output, "--output", tmp_path / "report")
+    command(f"report --no-plots {output} --output {tmp_path}/report")
     page = (tmp_path / "report" / "report.md").read_text()
     assert "## Speed and memory" in page
     assert f"({speed.ratio:.2f} x, {speed.lowest_ratio:.2f} to {speed.highest_ratio:.2f})" in page

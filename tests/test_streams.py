@@ -80,7 +80,7 @@ def test_what_other_code_says_and_how_it_ends(
 
     monkeypatch.setattr("emp_llm.runs.prune_run.PruneRun.of", ends)
     with pytest.raises(RuntimeError, match=r"called sys.exit\(0\)"):
-        command("prune --method magnitude --output out", tiny_llama)
+        command(f"prune --method magnitude --output out {tiny_llama}")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -99,7 +99,7 @@ def test_a_full_disk_that_no_command_expects(
     """A sentence wherever it happens, also without a folder for temporary files; other errors keep
     their traceback.
     """
-    line = ["prune --method magnitude --output out", tiny_llama]
+    line = f"prune --method magnitude --output out {tiny_llama}"
     full = OSError(errno.ENOSPC, "No space left", "a.json")
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/none"])
@@ -117,7 +117,7 @@ def test_a_full_disk_that_no_command_expects(
 
         monkeypatch.setattr("emp_llm.runs.prune_run.PruneRun.of", fails)
         if told is not None:
-            assert told in command(*line, code=2).stderr
+            assert told in command(line, code=2).stderr
         else:
             with pytest.raises(KeyError):
-                command(*line)
+                command(line)

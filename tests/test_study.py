@@ -229,8 +229,8 @@ def test_what_to_type_next(
     command: Run, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    line = ["plan --methods wanda --suite demo --models", tiny_llama]
-    shown = command(*line, "--calibration", "demo").stdout
+    line = f"plan --methods wanda --suite demo --models {tiny_llama}"
+    shown = command(line, "--calibration", "demo").stdout
     assert shown.splitlines() == [
         "1 model, 1 point: 4 jobs in study",
         "Snakemake is not installed: pip install 'emp-llm[cluster]'",
@@ -325,7 +325,7 @@ def test_a_partial_study_says_so(study: Path, tmp_path: Path, command: Run) -> N
     for name in ("runs", "results", "activations"):
         shutil.rmtree(folder / name)
     assert "Partial: 0 of 3 results are there" in tables_of(folder)
-    shown = command("report --overwrite --no-plots", folder).stdout
+    shown = command(f"report --overwrite --no-plots {folder}").stdout
     assert "Missing: results/llama.dense.json, results/llama.emp-wanda-beta-1.json" in shown
     with pytest.raises(UserError, match=r"it exists and holds no report\.json"):
         report([folder], output=folder)

@@ -216,7 +216,7 @@ def test_a_command_says_what_it_skipped(tiny_llama: Path, tmp_path: Path, comman
     lines = "".join(json.dumps(row) + "\n" for row in [*ROWS, *rows])
     (tmp_path / "my, rows.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     options = ["--samples", 2, "--seqlen", 32, "--output", "norms.safetensors"]
-    done = command("calibrate --model", tiny_llama, "--calibration", "my, rows.jsonl.gz", *options)
+    done = command(f"calibrate --model {tiny_llama} --calibration", "my, rows.jsonl.gz", *options)
     assert "4 of the" in done.stderr
     assert (tmp_path / "norms.safetensors").is_file()
     assert text_files.ending_of("my, rows.jsonl.gz") == ".jsonl"

@@ -117,9 +117,7 @@ def test_wrong_mixes(
 ) -> None:
     before = sorted(texts.iterdir())
     done = command(
-        "calibrate --output norms --model",
-        tiny_llama,
-        "--calibration",
+        f"calibrate --output norms --model {tiny_llama} --calibration",
         mix,
         *options,
         code=2,
@@ -147,7 +145,7 @@ def test_the_norms_are_those_of_both_texts_and_the_record_says_so(
             "norms",
             "--overwrite",
         )
-        done = command("calibrate", *line, "--calibration", calibration, *options)
+        done = command("calibrate", line, "--calibration", calibration, *options)
         names = [f"{text.file}" for text in Activations.load(texts / "norms").about.all_texts]
         assert f"tokens of {' and '.join(names)}" in done.stderr
         return Activations.load(texts / "norms")
@@ -163,15 +161,10 @@ def test_the_norms_are_those_of_both_texts_and_the_record_says_so(
         ("chat.jsonl", 2, LENGTH),
     ]
     assert mix.about.tokens == 5 * LENGTH
-    line = (
-        "prune --calibration a.txt,chat.jsonl --samples 5 --model",
-        model,
-        "--seqlen",
-        LENGTH,
-    )
-    dry_run = command(*line, "--execution", "blocks", "--dry-run")
+    line = f"prune --calibration a.txt,chat.jsonl --samples 5 --model {model} --seqlen {LENGTH}"
+    dry_run = command(line, "--execution", "blocks", "--dry-run")
     assert "disk while calibrating" in dry_run.stdout
-    command(*line, "--output", "out", "--device-map", "cpu")
+    command(line, "--output", "out", "--device-map", "cpu")
     command("report out --output page --no-plots")
     assert ("a.txt, 3 x 24 tokens; chat.jsonl, 2 x 24 tokens") in (
         texts / "page" / "report.md"

@@ -87,20 +87,20 @@ def test_from_prune_by_lora_to_push(
     model = tuned_by_lora(folder, *modules)
     assert (reapply_mask(model, folder) > 0) == (family != "mixtral")  # its experts are no modules
     save(model, source, out)
-    refused = command("push --dry-run", out, "me/name", code=2)
+    refused = command(f"push --dry-run {out} me/name", code=2)
     assert "ModelReport.load(PRUNED).save(FOLDER)" in refused.stderr
-    done = command("verify", out, "--masks", folder)
+    done = command(f"verify {out} --masks {folder}")
     assert re.fullmatch(r"0 differences; checked \d+ tensors, \d+ targets\.\n", done.stdout)
 
     ModelReport.load(folder).save(out)
-    done = command("verify", out, "--source", source)
+    done = command(f"verify {out} --source {source}")
     assert TRAINED in done.stderr
     assert re.search(r"0 differences; checked .* \d+ targets", done.stdout)
-    assert command("verify", out, "--masks", folder).stdout.startswith("0 differences")
+    assert command(f"verify {out} --masks {folder}").stdout.startswith("0 differences")
     report = read_report(out)
     before = read_report(folder)
     assert (report.trained, report.matrices.keys()) == (True, before.matrices.keys())
-    shown = command("push --dry-run", out, "me/name").stdout
+    shown = command(f"push --dry-run {out} me/name").stdout
     assert card_of(out) in shown
     assert "Then it was fine-tuned. The removed weights are still zero." in shown
     assert "Its other weights may differ from those of the base model" in shown
@@ -119,7 +119,7 @@ def test_a_broken_zero_is_found(
     folder = pruned_llama
     out = tmp_path / "out"
     save(tuned_by_lora(folder, "up_proj"), folder, out)
-    done = command("verify", out, "--masks", folder, code=1)
+    done = command(f"verify {out} --masks {folder}", code=1)
     assert re.search(r"layers\.1\.mlp\.up_proj: [\d,]+ removed weights are not zero", done.stdout)
     with pytest.raises(UserError, match="reapply_mask sets its removed weights to zero again"):
         ModelReport.load(folder).save(out)
@@ -194,7 +194,7 @@ def test_a_model_in_memory_that_is_trained(
     stored = read_report(out)
     assert (stored.trained, stored.check) == (True, None)
     assert stored.unchecked == "it was trained since; use emp-llm evaluate"
-    done = command("verify", out, "--source", source)
+    done = command(f"verify {out} --source {source}")
     assert TRAINED in done.stderr
     card = card_of(out)
     assert "Then it was fine-tuned." in card
@@ -264,7 +264,7 @@ def test_without_neurons(
         assert reapply_mask(model, folder) > 0
     save(model.float(), source, tmp_path / "out")
     ModelReport.load(folder).save(tmp_path / "out")
-    done = command("verify", tmp_path / "out", "--source", source)
+    done = command(f"verify {tmp_path}/out --source {source}")
     assert TRAINED in done.stderr
     assert "a comparison checks what was removed." in done.stderr
     assert done.stdout.startswith("0 differences")

@@ -176,7 +176,7 @@ def test_not_sound(
 ) -> None:
     out = Path(shutil.copytree(sound, tmp_path / "out"))
     spoil(out)
-    done = command("verify", out, code=1)
+    done = command(f"verify {out}", code=1)
     assert re.search(r"differences?; checked \d files", done.stdout)
     assert re.search(at_once, done.stdout)
     if deeper is not None:
@@ -357,7 +357,7 @@ def test_folders_of_save_pretrained(
             if recipe.needs_activations
             else ()
         )
-        done = command("verify", out, "--source", source, *more)
+        done = command(f"verify {out} --source {source}", *more)
         assert done.stderr.count("tokenizer") == 1
         found = re.search(
             r"0 differences; .* 1 config\.json, (\S+) other bytes, \d+ targets",
@@ -431,9 +431,9 @@ def test_folders_of_save_pretrained_with_a_defect(
     spoil, message = WRONG_SAVED[case]
     out = Path(shutil.copytree(saved, tmp_path / "out"))
     spoil(out)
-    command("verify", out, code=1)
+    command(f"verify {out}", code=1)
     rehash(out)
-    done = command("verify", out, "--source", tiny_llama, code=1)
+    done = command(f"verify {out} --source {tiny_llama}", code=1)
     difference, figures = done.stdout.splitlines()
     assert re.search(message, difference)
     assert figures.startswith("1 difference; ")
@@ -442,5 +442,5 @@ def test_folders_of_save_pretrained_with_a_defect(
 def test_a_folder_of_save_pretrained_with_another_source(
     models: Models, saved: Path, command: Run
 ) -> None:
-    done = command("verify", saved, "--source", models("gpt2"), code=1)
+    done = command(f"verify {saved} --source", models("gpt2"), code=1)
     assert "model.norm.weight: the source has no such tensor" in done.stdout
