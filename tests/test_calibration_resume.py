@@ -29,7 +29,7 @@ WIDTH = 32
 STATE = SAMPLES * LENGTH * WIDTH * 2  # bytes of the hidden states, bfloat16
 
 
-class _Killed(BaseException):
+class Killed(BaseException):
     """Ends a run like a kill: no code of the package catches it."""
 
 
@@ -359,7 +359,7 @@ def test_ranks_resume_together(
     def die() -> None:
         if os.environ["RANK"] == "1":
             kill_in(monkeypatch, 2)
-            monkeypatch.setattr(_Killed, "__init__", lambda *_: os._exit(7))
+            monkeypatch.setattr(Killed, "__init__", lambda *_: os._exit(7))
 
     def fill() -> None:
         def full(path: Path, content: bytes) -> None:
