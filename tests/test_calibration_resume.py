@@ -29,10 +29,6 @@ WIDTH = 32
 STATE = SAMPLES * LENGTH * WIDTH * 2  # bytes of the hidden states, bfloat16
 
 
-class Killed(BaseException):
-    """Ends a run like a kill: no code of the package catches it."""
-
-
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of four blocks."""

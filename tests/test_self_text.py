@@ -31,10 +31,6 @@ DEMO = Path(__file__).parents[1] / "scripts" / "demo" / "model"
 SIZE: dict[str, Any] = {"samples": 6, "seqlen": 48, "device_map": "cpu", "dtype": "float32"}
 
 
-class _Killed(BaseException):
-    """Ends a run like a kill."""
-
-
 @pytest.fixture(autouse=True)
 def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMP_LLM_CACHE", str(tmp_path / "cache"))
