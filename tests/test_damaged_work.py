@@ -281,12 +281,12 @@ def test_crafted_sums_of_a_structure(
 
 @pytest.fixture(scope="module")
 def by_cost(
-    models: Models, given: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+    tiny_llama: Path, given: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Work:
     how = given | {"method": "magnitude", "sparsity": 0.5, "shares": "cost", "check": False}
     return Work(
-        lambda output: prune(models("llama"), output=output, **how),
-        partial(killed_in_call, writing._ShardFile, "put_rows", 5),
+        lambda output: prune(tiny_llama, output=output, **how),
+        stopped_in_call(writing._ShardFile, "put_rows", 6),
         tmp_path_factory.mktemp("by_cost"),
     )
 
@@ -478,7 +478,7 @@ def test_a_crafted_plan_of_a_healing(
     ],
 )
 def test_a_crafted_signature_of_minutes(
-    models: Models,
+    tiny_llama: Path,
     given: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -491,7 +491,7 @@ def test_a_crafted_signature_of_minutes(
     write_own(work / "manifest.json", {"signature": {"minutes": 5.0} | fields, "shards": {}})
     how = given | {"method": "wanda", "heal": True, "heal_minutes": 5.0}
     with pytest.raises(UserError, match="holds the work of an unfinished run with"):
-        prune(models("llama"), output=tmp_path / "out", **how)
+        prune(tiny_llama, output=tmp_path / "out", **how)
 
 
 @pytest.mark.parametrize("damage", [flip, put_folder, CRAFTED["another block"]])
