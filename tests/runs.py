@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from emp_llm import prune
+from emp_llm import prune, verify
 from emp_llm.checkpoint.files import own_line
 from emp_llm.reporting.studies import Point, Study, read_inputs, studies
 
@@ -91,3 +91,8 @@ def make_sweep(runs: Path, folder: Path) -> Path:
     folder.mkdir()
     (folder / "sweep.jsonl").write_bytes(b"".join(map(own_line, lines)))
     return folder
+
+
+def check_verified(folder: Path, source: object) -> None:
+    """`verify` finds what the recipe makes of the source, and nothing else."""
+    assert verify(folder, source=str(source)).differences == []

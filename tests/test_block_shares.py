@@ -8,10 +8,11 @@ import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runs import check_verified
 from stops import stopped
 from tiny import weights_of
 
-from emp_llm import ByCost, Recipe, Share, UserError, prune, prune_model, recipe_of, verify
+from emp_llm import ByCost, Recipe, Share, UserError, prune, prune_model, recipe_of
 from emp_llm.pruning import writing
 from emp_llm.records.run_report import RunReport
 from emp_llm.runs import block_shares
@@ -80,7 +81,7 @@ def test_a_run(
         if name.removesuffix(".weight") in removed:
             assert int((weight == 0).sum()) == removed[name.removesuffix(".weight")]
     assert report.check is not None
-    assert not verify(tmp_path / "out", source=str(short_demo)).differences
+    check_verified(tmp_path / "out", short_demo)
 
 
 def test_a_killed_run_resumes(short_demo: Path, tmp_path: Path) -> None:
@@ -99,7 +100,7 @@ def test_a_killed_run_resumes(short_demo: Path, tmp_path: Path) -> None:
     assert isinstance(report.recipe.counts.shares.removed, dict)
     assert len(set(report.recipe.counts.shares.removed.values())) == 2
     assert oracle.shards(tmp_path / "killed" / "out") == oracle.shards(tmp_path / "whole" / "out")
-    assert not verify(tmp_path / "killed" / "out", source=str(short_demo)).differences
+    check_verified(tmp_path / "killed" / "out", short_demo)
 
 
 def test_offloaded_weights(tiny_llama: Path, text: Path, tmp_path: Path) -> None:

@@ -23,12 +23,13 @@ from kernel_cases import (
     prune_rows,
     weights,
 )
+from runs import check_verified
 from safetensors.torch import load_file
 from test_blockwise import block_map, tokens
 from test_propagation import assert_same, linears
 from test_solvers import inputs_of, layer, moments, objective
 
-from emp_llm import calibrate, effective_mask, prune, prune_model, recipe_of, verify
+from emp_llm import calibrate, effective_mask, prune, prune_model, recipe_of
 from emp_llm.calibration.passes import calibrate_blocks, calibrate_model
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import load_model
@@ -165,7 +166,7 @@ def test_heads_and_neurons_scored_on_the_gpu(tiny_llama: Path, method: str, tmp_
             **text,
         )
         stored[device_map] = load_file(out / "emp_llm" / "structure.safetensors")
-        assert verify(out, source=str(tiny_llama)).differences == []
+        check_verified(out, tiny_llama)
     first, *others = stored.values()
     for other in others:
         for name in (name for name in first if name.endswith(".scores")):
@@ -365,7 +366,7 @@ def test_a_refit_on_the_gpu_restores_as_much_as_one_on_the_cpu(
             device_map=device,
             **options,
         )
-        assert verify(out, source=str(source)).differences == []
+        check_verified(out, source)
         errors.append([fit.error_after for fit in read_report(out).fits.values()])
     assert errors[1] == pytest.approx(errors[0], rel=0.05, abs=1e-4)
 
@@ -396,7 +397,7 @@ def test_healing_on_the_gpu(tiny_llama: Path, text: Path, tmp_path: Path, device
     assert report.healing.by == ("blocks" if device_map == "disk" else "model")
     losses = {int(step): loss for step, loss in report.healing.curve}
     assert losses[report.healing.best] < losses[0]
-    assert verify(tmp_path / "out", source=str(tiny_llama)).differences == []
+    check_verified(tmp_path / "out", tiny_llama)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

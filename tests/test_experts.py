@@ -15,9 +15,10 @@ import pytest
 import tiny
 import torch
 import transformers
+from runs import check_verified
 from torch import Tensor, nn
 
-from emp_llm import calibrate, prune, verify
+from emp_llm import calibrate, prune
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.passes import calibrate_blocks, calibrate_model, norms_of_batches
 from emp_llm.checkpoint.checkpoint import Checkpoint
@@ -241,7 +242,7 @@ def test_pruned_from_disk_as_from_memory(
         assert 0.02 < float((weight_of(model, target.layer) == 0).double().mean()) < 0.98, (
             target.name
         )
-    assert verify(tmp_path / "cpu", source=str(make(family))).differences == []
+    check_verified(tmp_path / "cpu", make(family))
 
 
 def test_stopped_between_experts_of_one_tensor(
@@ -288,7 +289,7 @@ def test_stopped_between_experts_of_one_tensor(
     for path in (tmp_path / "whole").glob("*"):
         if path.suffix == ".safetensors" or path.name == "emp_manifest.json":
             assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
-    assert verify(tmp_path / "out", source=options["model"]).differences == []
+    check_verified(tmp_path / "out", options["model"])
 
 
 @pytest.mark.parametrize("propagate", ["dense", "pruned"])
@@ -322,7 +323,7 @@ def test_experts_without_tokens_are_scored_by_magnitude(
             kept, oracle.row_masks(scores, True) & (matrix != 0), err_msg=layer
         )
         assert (not norms[layer].any()) == (layer in by_magnitude)
-    assert verify(out, source=str(source)).differences == []
+    check_verified(out, source)
 
 
 def test_the_least_number_of_tokens(models: Make, text: Path, tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ import pytest
 import torch
 from conftest import Run
 from oracle import Array
+from runs import check_verified
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from emp_llm import calibrate, pack, prune, reapply_mask, unpack, verify
+from emp_llm import calibrate, pack, prune, reapply_mask, unpack
 from emp_llm.models.loading import load_model
 
 Models = Callable[[str], Path]
@@ -143,7 +144,7 @@ def check_masks(
             tensor.end - tensor.start
         )
     assert before == after, "scales and all other bytes stay"
-    assert verify(out, source=str(source)).differences == []
+    check_verified(out, source)
 
 
 def single(tensors: dict[str, Tensor]) -> None:
@@ -201,7 +202,7 @@ def test_zeros_ties_and_zero_scales(tiny_llama: Path, tmp_path: Path) -> None:
     bits = stored(out, f"{UP}.weight")
     assert list(bits[0]) == [0x80, 0x00] * 16
     assert list(bits[1]) == [0x38, 0xB8] * 16
-    assert verify(out, source=str(source)).differences == []
+    check_verified(out, source)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +221,7 @@ def test_other_groups_and_orders(fp8: Path, tmp_path: Path, options: dict[str, A
                 own = mask[: scores[layer].size].reshape(scores[layer].shape)
                 mask = mask[scores[layer].size :]
                 check_bits(fp8, tmp_path / "out", layers[layer]["tensor"], own)
-    assert verify(tmp_path / "out", source=str(fp8)).differences == []
+    check_verified(tmp_path / "out", fp8)
 
 
 def test_the_result_loads_as_fp8_with_its_zeros(fp8: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
+from runs import check_verified
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -30,7 +31,6 @@ from emp_llm import (
     reapply_mask,
     report,
     unpack,
-    verify,
 )
 from emp_llm.cli import COMMANDS
 from emp_llm.common.errors import UserError
@@ -174,7 +174,7 @@ def test_a_saved_folder_is_a_finished_checkpoint(
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     found.save(folder)
-    assert verify(folder, source=str(source)).differences == []
+    check_verified(folder, source)
     report(runs=[folder], output=tmp_path / "page", no_plots=True)
     dense = load(source)
     assert reapply_mask(dense, folder) == found.targets.zeros

@@ -18,11 +18,12 @@ import tiny
 import torch
 from conftest import Run
 from multimodal import ENCODER_DECODER, FAMILIES, MULTIMODAL, load_own, make_multimodal
+from runs import check_verified
 from safetensors.torch import save_file
 from tiny import weights_of
 from transformers import AutoTokenizer, PreTrainedModel, ViTConfig, ViTForImageClassification
 
-from emp_llm import evaluate, prune, prune_model, reapply_mask, recipe_of, verify
+from emp_llm import evaluate, prune, prune_model, reapply_mask, recipe_of
 from emp_llm.common.errors import UserError
 
 Towers = Callable[[str], Path]
@@ -164,7 +165,7 @@ def test_the_result_loads_with_its_zeros(pruned: Pruned, towers: Towers, name: s
         == report["targets"]["weights"] - report["targets"]["kept"]
         > 0
     )
-    assert verify(out, source=str(towers(name))).differences == []
+    check_verified(out, towers(name))
     assert reapply_mask(dense, out) == report["targets"]["weights"] - report["targets"]["kept"]
     assert all(
         torch.equal(weight, dense.get_parameter(key)) for key, weight in sparse.named_parameters()
@@ -233,7 +234,7 @@ def test_the_vision_tower_alone(towers: Towers, pruned: Pruned, name: str) -> No
     (share,) = report["targets"]["dense_towers"].values()
     assert 0.2 < share < 0.8
     assert {entry["role"].partition(".")[0] for entry in report["matrices"].values()} == {"vision"}
-    assert verify(out, source=str(towers(name))).differences == []
+    check_verified(out, towers(name))
     assert reapply_mask(load_own(towers(name), name), out) > 0
 
 

@@ -9,11 +9,12 @@ from typing import Any, Self
 
 import pytest
 import torch
+from runs import check_verified
 from safetensors.torch import load_file
 from tiny import weights_of
 from transformers import AutoConfig
 
-from emp_llm import prune, verify
+from emp_llm import prune
 from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Structure
@@ -72,7 +73,7 @@ def test_it_goes_through_the_commands(
     texts = {} if "magnitude" in options["method"] else {"calibration": str(text), "samples": 4}
     given = {"width_multiple": 1, "device_map": "cpu"} | texts | options
     report = prune(model=str(source), structure="neurons", seqlen=64, output=out, **given)
-    assert not verify(out, source=str(source)).differences
+    check_verified(out, source)
     assert {units.kind for units in report.structure.layers.values()} == {"pairs"}
 
     numbers = load_file(out / "emp_llm" / "structure.safetensors")

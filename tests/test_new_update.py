@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import pytest
 import torch
+from runs import check_verified
 from tiny import weights_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -186,7 +187,7 @@ def test_a_score_with_a_parameter(tiny_llama: Path, text: Path, tmp_path: Path) 
     assert recipe.as_dict()["score"]["power"]["power"] == 0.5
     assert recipe.variant == ["power 0.5"]
     assert "powers of weights" in recipe.words
-    assert verify(tmp_path / "out", source=str(source)).differences == []
+    check_verified(tmp_path / "out", source)
     manifest = tmp_path / "out" / "emp_manifest.json"
     manifest.write_text(manifest.read_text().replace('"power": 0.5', '"power": 2.0'))
     assert verify(tmp_path / "out", source=str(source)).differences

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from conftest import Run
-from runs import report_of, save_run
+from runs import check_verified, report_of, save_run
 from suites import TASKS, Models
 
-from emp_llm import evaluate, prune, verify
+from emp_llm import evaluate, prune
 from emp_llm.checkpoint.locks import FileLock
 from emp_llm.common.errors import UserError
 from emp_llm.models.one_model import OneModel
@@ -90,7 +90,7 @@ def test_an_evaluated_run(whole: Path, evaluable_llama: Path) -> None:
     )
     assert list(report["stages"]) == ["prune", "load", "evaluate dense", "evaluate pruned"]
     assert not (whole / "emp_llm" / "evaluation").exists()
-    assert verify(whole, source=evaluable_llama).differences == []
+    check_verified(whole, evaluable_llama)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_an_interrupted_evaluation_resumes(
         done = command(*line, "--output", out, code=143)
     assert f"the checkpoint in {out} is complete" in done.stderr
     assert "evaluation" not in report_of(out)
-    assert verify(out, source=evaluable_llama).differences == []
+    check_verified(out, evaluable_llama)
     kept = out / "emp_llm" / "evaluation" / name
     held = json.loads(kept.read_text())
     assert (held["perplexity"] is not None) + len(held["tasks"]) == parts

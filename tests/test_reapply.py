@@ -11,11 +11,12 @@ from pathlib import Path
 import finetune_sparse
 import pytest
 import torch
+from runs import check_verified
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
-from emp_llm import SparsityCallback, pack, prune, reapply_mask, verify
+from emp_llm import SparsityCallback, pack, prune, reapply_mask
 from emp_llm.common.errors import UserError
 from emp_llm.models.reapply import masks_in
 
@@ -173,7 +174,7 @@ def test_the_example_script_works_offline(
     demo = finetune_sparse.ROOT / "scripts" / "demo" / "model"
     prune(model=demo, output=tmp_path / "pruned", method="emp-magnitude", beta=0.6)
     assert reapply_mask(load(tmp_path / "tuned", torch.bfloat16), tmp_path / "pruned") == 0
-    assert verify(tmp_path / "tuned", source=str(demo)).differences == []
+    check_verified(tmp_path / "tuned", demo)
     assert {
         weight.dtype for weight in load_file(tmp_path / "tuned" / "model.safetensors").values()
     } == {torch.bfloat16}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runs import check_verified
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from emp_llm import (
@@ -33,7 +34,6 @@ from emp_llm import (
     Wanda,
     prune_model,
     recipe_of,
-    verify,
 )
 from emp_llm.common.declared import declared, kinds_of
 from emp_llm.options.recipe import Counts, Score, Structure, UnitScore
@@ -353,7 +353,7 @@ def test_verify_finds_no_difference(
     asked = report.record.recipe
     assert asked == recorded(recipe).with_found(asked.counts.in_force)
     assert read_manifest(folder).recipe == asked
-    assert verify(folder, source=str(source)).differences == []
+    check_verified(folder, source)
 
 
 def test_the_tree_is_what_is_written() -> None:

@@ -17,11 +17,12 @@ import torch
 import torture
 import transformers
 from launch import launch
+from runs import check_verified
 from stops import stopped, stopped_when
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
-from emp_llm import prune, prune_model, recipe_of, verify
+from emp_llm import prune, prune_model, recipe_of
 from emp_llm.calibration import passes
 from emp_llm.common.errors import UserError
 from emp_llm.models.blockwise import HiddenStates
@@ -125,7 +126,7 @@ def test_a_killed_fit_resumes(
     prune(**options)
     assert updated == [1], "the first block was updated before"
     assert torture.snapshot(tmp_path / "killed") == whole
-    assert verify(tmp_path / "killed" / "out", source=options["model"]).differences == []
+    check_verified(tmp_path / "killed" / "out", options["model"])
     name = {"sparsegpt": "sparsegpt", "emp-admm": "admm"}.get(options.get("method", ""), "refit")
     assert read_report(tmp_path / "killed" / "out").stages.keys() >= {name, "prune"}
 
@@ -265,7 +266,7 @@ def test_two_ranks(
             b = oracle.weight(tmp_path / "two", entry.tensor)
             assert np.array_equal(a != 0, b != 0)
             np.testing.assert_allclose(a, b, atol=0.02 * np.abs(a).max())
-    assert verify(tmp_path / "two", source=str(many_experts)).differences == []
+    check_verified(tmp_path / "two", many_experts)
 
 
 def test_a_layer_that_is_not_called(text: Path, tmp_path: Path) -> None:

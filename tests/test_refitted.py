@@ -9,6 +9,7 @@ import pytest
 import torch
 from hub_client import Client, card_of, contents
 from hub_server import Hub
+from runs import check_verified
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import (
@@ -26,7 +27,6 @@ from emp_llm import (
     recipe_of,
     report,
     unpack,
-    verify,
 )
 from emp_llm.common.errors import UserError
 from emp_llm.in_memory import prune_model as in_memory
@@ -169,7 +169,7 @@ def test_the_bits_of_the_command(models: Models, text: Path, tmp_path: Path, cas
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     in_memory.save(folder)
-    assert verify(folder, source=str(source)).differences == []
+    check_verified(folder, source)
     assert reapply_mask(load(folder), folder) == 0
     masks = masks_of(
         load(source), recipe, str(text), AutoTokenizer.from_pretrained(source), **GIVEN
@@ -234,7 +234,7 @@ def test_pack_and_unpack(refitted: Path, tiny_llama: Path, tmp_path: Path) -> No
     pack(refitted, tmp_path / "packed")
     unpack(tmp_path / "packed", tmp_path / "again")
     assert contents(tmp_path / "again") == contents(refitted)
-    assert verify(tmp_path / "again", source=str(tiny_llama)).differences == []
+    check_verified(tmp_path / "again", tiny_llama)
     with pytest.raises(UserError, match=r"its kept weights were fitted.*Leave out --mask-only"):
         pack(refitted, tmp_path / "mask", mask_only=True)
     assert not (tmp_path / "mask").exists()

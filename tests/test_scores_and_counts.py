@@ -15,7 +15,7 @@ import torch
 from conftest import Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runs import report_of
+from runs import check_verified, report_of
 from transformers import AutoModelForCausalLM
 
 from emp_llm import measure, prune, prune_model, recipe_of, sweep, verify
@@ -132,7 +132,7 @@ def test_pruned_propagation(tiny_llama: Path, text: Path, tmp_path: Path) -> Non
     report = prune(
         source, output=out, method="emp-relative", propagate="pruned", sparsity=sparsity, **given
     )
-    assert verify(out, source=str(source)).differences == []
+    check_verified(out, source)
     dense = prune(
         source, output=tmp_path / "dense", method="emp-relative", sparsity=sparsity, **given
     )
@@ -224,7 +224,7 @@ def test_sweep_and_measure(
     }.items():
         prune(source, output=tmp_path / name, **common, **options)
         assert oracle.shards(tmp_path / name) == oracle.shards(out / "points" / name), name
-        assert verify(out / "points" / name, source=str(source)).differences == []
+        check_verified(out / "points" / name, source)
     record = measure(
         source,
         output=tmp_path / "m.json",

@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import Run
 from peft import LoraConfig, get_peft_model
+from runs import check_verified
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -211,7 +212,7 @@ def test_healed_in_memory(tiny_llama: Path, text: Path, tmp_path: Path) -> None:
     save(model, source, tmp_path / "out")
     report.save(tmp_path / "out")
     assert not read_report(tmp_path / "out").trained
-    assert verify(tmp_path / "out", source=str(source)).differences == []
+    check_verified(tmp_path / "out", source)
     card = card_of(tmp_path / "out")
     assert "Then it was trained: healed by self-distillation from the dense model, 2 steps" in card
     assert "- healed: 2 steps, 256 tokens; divergence" in card

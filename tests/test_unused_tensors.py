@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from runs import check_verified
 from safetensors.torch import load_file, save_file
 
 from emp_llm import bench, evaluate, generate, heal, prune, verify
@@ -58,7 +59,7 @@ def test_a_layer_that_predicts_a_second_token_is_not_cut(
         prune(source, output=tmp_path / "out", **how)
     assert not (tmp_path / "out").exists()
     prune(source, output=tmp_path / "out", keep_shapes=True, **how)
-    assert verify(tmp_path / "out", source=str(source)).differences == []
+    check_verified(tmp_path / "out", source)
 
 
 def test_verify_compares_shapes_with_the_config(tiny_llama: Path, tmp_path: Path) -> None:
@@ -104,7 +105,7 @@ def test_a_model_without_a_head_for_tokens(tiny_llama: Path, text: Path, tmp_pat
     with pytest.raises(UserError, match=says):
         bench(source, output=tmp_path / "bench.json")
     prune(source, output=tmp_path / "out", method="magnitude")
-    assert verify(tmp_path / "out", source=str(source)).differences == []
+    check_verified(tmp_path / "out", source)
     with pytest.raises(
         UserError,
         match="learns the probabilities of tokens, and LlamaForSequenceClassification has no head",
@@ -131,7 +132,7 @@ def test_an_untied_reward_model_is_pruned(tiny_llama: Path, text: Path, tmp_path
             {} if method == "magnitude" else {"calibration": str(text), "samples": 4, "seqlen": 32}
         )
         prune(source, output=tmp_path / method, method=method, **how)
-        assert verify(tmp_path / method, source=str(source)).differences == []
+        check_verified(tmp_path / method, source)
     pruned = transformers.LlamaForSequenceClassification.from_pretrained(tmp_path / "wanda")
     assert torch.equal(pruned.score.weight, model.score.weight)
     # Hidden states are compared, because the head for tokens would be random numbers.
