@@ -82,7 +82,7 @@ def test_demo_model_on_its_own_suite(command: Run, tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1] == "results in model-demo.json"
     record = json.loads((tmp_path / "model-demo.json").read_text())
     assert record["complete"]
-    assert record["command"].startswith("emp-llm evaluate --model")
+    assert record["command"].startswith("emp-llm evaluate --suite demo --limit 16 --model")
     assert "lm-eval" in record["made_by"]["versions"]
     folder = data_folder("eval") / "demo"
     assert list(record["tasks"]) == ["demo_facts", "demo_inference", "demo_stories"]

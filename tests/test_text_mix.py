@@ -134,18 +134,8 @@ def test_the_norms_are_those_of_both_texts_and_the_record_says_so(
     (model / "chat_template.jinja").write_text(TEMPLATE)
 
     def norms(calibration: str, *options: Any) -> Activations:
-        line = (
-            "--model",
-            model,
-            "--seqlen",
-            LENGTH,
-            "--dtype",
-            "float32",
-            "--output",
-            "norms",
-            "--overwrite",
-        )
-        done = command("calibrate", line, "--calibration", calibration, *options)
+        line = f"calibrate --model {model} --seqlen {LENGTH} --dtype float32 --output norms"
+        done = command(f"{line} --overwrite --calibration", calibration, *options)
         names = [f"{text.file}" for text in Activations.load(texts / "norms").about.all_texts]
         assert f"tokens of {' and '.join(names)}" in done.stderr
         return Activations.load(texts / "norms")
