@@ -70,7 +70,7 @@ from emp_llm.models.modules import (
 )
 from emp_llm.models.offload import execution_device, is_offloaded
 from emp_llm.models.placement import Quantization, quantization_record
-from emp_llm.options.calibration import Execution, Place, Propagate
+from emp_llm.options.calibration import CalibrationOptions, Execution, Place, Propagate
 from emp_llm.options.recipe import Match, Recipe
 from emp_llm.records.source import CalibrationRecord, ModelIdentity
 from emp_llm.selection.statistics import NORM
@@ -182,8 +182,7 @@ def calibrated(
 
 def calibration_signature(
     data: CalibrationText,
-    batch_size: int,
-    execution: Execution,
+    options: CalibrationOptions,
     propagate: Propagate = "dense",
     quantization: Quantization | None = None,
 ) -> dict[str, Any]:
@@ -191,11 +190,11 @@ def calibration_signature(
     loaded.
     """
     about = CalibrationRecord(
-        execution=execution,
+        execution=options.execution,
         propagate=propagate,
         quantization=quantization_record(quantization),
     )
-    return _with_data(about, data, batch_size).as_dict() | {"ids": data.signature}
+    return _with_data(about, data, options.batch_size).as_dict() | {"ids": data.signature}
 
 
 def model_origin(

@@ -112,7 +112,7 @@ def measure(
         load_packages()
         from emp_llm.calibration.data import CHOOSING, calibration_data, keep_generated
         from emp_llm.models.one_model import OneModel
-        from emp_llm.runs.run import Run, collected_norms
+        from emp_llm.runs.run import Run, calibrate
 
         models = OneModel(loading.device_map, loading.dtype, model.trust_remote_code)
         run = Run(
@@ -134,7 +134,7 @@ def measure(
             with stage("calibrate"):
                 statistics = {name for recipe in recipes for name in recipe.statistics}
                 layers = chosen.layers_to_calibrate()
-                norms = collected_norms(run, layers, statistics, out.progress)
+                norms = calibrate(run, layers, statistics, out.progress)
                 run.models.free()
             keep_generated(path.with_suffix(f".{SELF_NAME.name}"), run.text)
         with stage("measure"):

@@ -83,7 +83,7 @@ def _pruned(
     Args:
         judged: of a run whose sparsity --loss has found.
     """
-    from emp_llm.runs.prune_run import PruneRun, evaluated, find_inputs
+    from emp_llm.runs.prune_run import evaluated, find_inputs
 
     destination = _destination(options)
     inputs = find_inputs(recipe, options, given, judged)
@@ -130,7 +130,7 @@ def _find_weights(inputs: "Inputs") -> "tuple[PruneRun, Scores]":
     from emp_llm.pruning.masks import check_device
     from emp_llm.pruning.report import pruned_before
     from emp_llm.pruning.scores import Scores
-    from emp_llm.runs.prune_run import PruneRun
+    from emp_llm.runs.prune_run import make_run
 
     options = inputs.options
     recipe = inputs.recipe
@@ -148,7 +148,7 @@ def _find_weights(inputs: "Inputs") -> "tuple[PruneRun, Scores]":
     scores = scores_of(chosen, recipe, chosen.checkpoint.config)
     if norms is not None:
         scores = scores.with_activations(norms, str(options.activations))
-    run = PruneRun.of(inputs, scores.recipe, chosen)
+    run = make_run(inputs, scores.recipe, chosen)
     if run.recipe != scores.recipe:  # --heal-minutes became steps
         scores = Scores(run.checkpoint, run.targets, run.recipe, scores.inputs)
     return run, scores
@@ -163,19 +163,20 @@ def _prune_weights(run: "PruneRun", scores: "Scores") -> RunReport:
     from emp_llm.runs.prune_run import (
         awaits_evaluation,
         begin,
-        calibrated,
-        checked,
+        calibrate_once,
         finish,
         moved_weights,
         output_of,
         work_bytes,
     )
+    from emp_llm.runs.run import check
 
     options = run.options
+    inputs = run.inputs
     update = run.recipe.update
     if awaits_evaluation(run):
         return read_report(run.path)
-    with output_of(run, work_bytes(run)) as out:
+    with output_of(inputs, run.checkpoint, work_bytes(run)) as out:
         healing = begin(run, out)
 
         # Norms of the inputs. With pruned propagation, the masks of a block are decided before the
@@ -183,16 +184,16 @@ def _prune_weights(run: "PruneRun", scores: "Scores") -> RunReport:
         propagated = None
         if options.propagate == "pruned":
             propagated = Pruner(scores, counts_of(scores), options.mask_device)
-        norms = run.norms
-        if run.calibrates:
-            norms = calibrated(run, out, run.chosen.layers_to_calibrate(), propagated)
+        norms = inputs.norms
+        if inputs.calibrates:
+            norms = calibrate_once(run, out, run.chosen.layers_to_calibrate(), propagated)
             if run.recipe.needs_activations:
                 scores = scores.with_activations(norms)
 
         # How many weights of each group stay, which ones, and their values.
-        if run.by_cost is not None:
-            removed = _removed_by_cost(run, run.by_cost.sparsity, norms, out)
-            counts = replace(run.by_cost, shares=ByCost(removed))
+        if inputs.by_cost is not None:
+            removed = _removed_by_cost(run, inputs.by_cost.sparsity, norms, out)
+            counts = replace(inputs.by_cost, shares=ByCost(removed))
             by_cost = run.recipe.but(counts=counts)
             scores = Scores(run.checkpoint, run.targets, by_cost, scores.inputs)
         number = counts_of(scores) if propagated is None else propagated.counts
@@ -210,7 +211,7 @@ def _prune_weights(run: "PruneRun", scores: "Scores") -> RunReport:
                 hidden_states=options.hidden_states,
             )
             moved = moved_weights(run, out, update.name, move, run.targets)
-        dense = checked(run, run.source.folder)
+        dense = check(run, run.source.folder)
         if run.suite is None:
             run.models.free()  # the dense model is no longer needed
 

@@ -70,6 +70,7 @@ from emp_llm.runs.prune_run import (
     LossSearch,
     PruneRun,
     find_inputs,
+    make_run,
     output_of,
     planned_healing,
     work_bytes,
@@ -184,7 +185,7 @@ def _find(inputs: Inputs, work: Path) -> PruneRun:
         raise UserError("--loss measures the loss of a decoder with a head. Give --sparsity.")
     if recipe.structure is None:
         scores_of(chosen, recipe, checkpoint.config)
-    run = PruneRun.of(inputs, recipe, chosen)
+    run = make_run(inputs, recipe, chosen)
     plan = planned_healing(run)
     if recipe.structure is not None or recipe.moves:
         # The best run so far, and the one that is made with its work.
@@ -604,7 +605,8 @@ class _Search:
         report = read_report(folder)
         report.loss = self._judged(best.sparsity).record
         report.save(folder / REPORT_NAME)
-        with output_of(self._run, -self._run.checkpoint.output_bytes) as out:
+        checkpoint = self._run.checkpoint
+        with output_of(self._run.inputs, checkpoint, -checkpoint.output_bytes) as out:
             out.begin(self._state.signature)
             out.files.rmdir()
             os.replace(folder, out.files)  # the disk need not hold it twice

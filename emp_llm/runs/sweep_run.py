@@ -11,7 +11,7 @@ import msgspec
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.data import calibration_data, keep_generated
 from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
-from emp_llm.calibration.passes import fit_origin
+from emp_llm.calibration.passes import calibration_signature, fit_origin
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.declared import as_tree
 from emp_llm.common.errors import UserError
@@ -41,7 +41,7 @@ from emp_llm.pruning.writing import run_signature, write_checkpoint
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.source import stage_records
 from emp_llm.records.sweep import Sweep, SweepMadeBy, SweptPoint
-from emp_llm.runs.run import Run, dense_model, norms_in, signature_of_text, write_records
+from emp_llm.runs.run import Run, dense_model, norms_in, write_records
 from emp_llm.runs.sweep_folder import SweepFolder, finished, point_record
 from emp_llm.runs.trials import Trials
 from emp_llm.walk.moved import MovedWeights
@@ -200,7 +200,7 @@ def _begin(run: SweepRun, shared: RecipeWords) -> None:
     )
     made_of = {} if run.norms is None else {"norms": run.norms.digest}
     if run.text is not None:
-        made_of |= signature_of_text(run)
+        made_of |= calibration_signature(run.text, run.options)
     identity = dense.made_by.model.identity or ""
     if run.norms is not None:
         warn_if_foreign(run.norms, identity, run.source.folder)

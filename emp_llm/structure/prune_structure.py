@@ -51,14 +51,15 @@ from emp_llm.runs.prune_run import (
     PruneRun,
     awaits_evaluation,
     begin,
-    calibrated,
-    checked,
+    calibrate_once,
     finish,
+    make_run,
     moved_weights,
     output_of,
     plan_of,
+    sums_units,
 )
-from emp_llm.runs.run import dense_model
+from emp_llm.runs.run import check, dense_model
 from emp_llm.structure.choice import Choice, Removed, choose_units, removed_by_role
 from emp_llm.structure.scores import unit_scores
 from emp_llm.structure.unit_model import unit_model
@@ -137,7 +138,7 @@ def find_units(inputs: Inputs, structure: Structure) -> tuple[PruneRun, UnitMode
         )
     coverage = model.architecture.coverage(model.targets)
     chosen = Chosen(model.architecture, model.targets, coverage)
-    return PruneRun.of(inputs, recipe, chosen, made_of), model
+    return make_run(inputs, recipe, chosen, made_of), model
 
 
 def plan_units(run: PruneRun, model: UnitModel) -> DryRun:
@@ -157,13 +158,18 @@ def prune_units(run: PruneRun, model: UnitModel) -> RunReport:
     """
     if awaits_evaluation(run):
         return read_report(run.path)
-    with output_of(run) as out:
+    with output_of(run.inputs, run.checkpoint) as out:
         healing = begin(run, out)
 
         # What the scores need: sums over the text, or the norms of the inputs of last layers.
-        sums = _sums(run, model, out) if run.sums_units else {}
-        norms = calibrated(run, out, model.calibrated) if run.calibrates else run.norms
-        feature: Feature | None = sums.get if run.sums_units else None
+        sums: dict[str, Tensor] = {}
+        norms = run.inputs.norms
+        feature: Feature | None = None
+        if sums_units(run.recipe):
+            sums = _sums(run, model, out)
+            feature = sums.get
+        if run.inputs.calibrates:
+            norms = calibrate_once(run, out, model.calibrated)
         if norms is not None:
             feature = norms.of
 
@@ -184,7 +190,7 @@ def prune_units(run: PruneRun, model: UnitModel) -> RunReport:
                 hidden_states=run.options.hidden_states,
             )
             moved = moved_weights(run, out, update.name, refit, decision.fitted)
-        dense = checked(run, run.source.folder)
+        dense = check(run, run.source.folder)
 
         # The first rank writes, and compares with the dense model. Healing trains what was written.
         report, hashes = ranks().first(partial(_write, run, model, decision, sums, moved, out))
@@ -319,7 +325,7 @@ def _write(
             _compare(run, decision, moved, out.files, record)
             out.note(compared=record.as_dict())
         record = compared or record
-    if run.judged is None:  # else --loss has found how many go
+    if run.inputs.judged is None:  # else --loss has found how many go
         warnings += _rounding(choices, decision.recipe)
     fits = {} if moved is None else moved.records()
     update = decision.recipe.update
