@@ -171,7 +171,7 @@ def test_where_no_whole_run_keeps_to_the_budget(
 
     def noisy(self: Any, sparsity: float) -> Any:
         point = whole(self, sparsity)
-        allowed = self._largest(self._budget.nats)
+        allowed = self._largest(self.budget.nats)
         return point if sparsity <= allowed else msgspec.structs.replace(point, error=1.0)
 
     monkeypatch.setattr(loss_budget._Search, "_whole", noisy)

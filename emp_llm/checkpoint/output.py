@@ -54,7 +54,7 @@ from emp_llm.common.errors import (
     reason,
     shortened_list,
 )
-from emp_llm.common.machine import OutOfMemory, Times
+from emp_llm.common.machine import OutOfMemory, Stopwatch, Times
 from emp_llm.common.paths import (
     CARD_MARK,
     CARD_NAME,
@@ -309,24 +309,25 @@ class OutputFolder:
             remove(folder / name)
         return kept
 
-    def finish(self, part: str, file: Path, stages: dict[str, Any]) -> None:
-        """Note a finished part of the work, whose file is on disk, with the times of its stages."""
+    def keep(self, part: str, file: Path, stopwatch: Stopwatch) -> None:
+        """Note a finished part of the work, whose file is on disk, with the times so far."""
         digest = file_hash(file) if ranks().main and is_plain(file) else None
-        self.note(**{part: {"hash": digest, "stages": stages}})
+        self.note(**{part: {"hash": digest, "stages": dict(stopwatch.record)}})
 
-    def finished(self, part: str, file: Path) -> dict[str, Any] | None:
-        """The stages of a finished part; None if it is not finished, or, with a warning, if its
-        file is not the one that was noted. A collective call.
+    def has(self, part: str, file: Path, stopwatch: Stopwatch) -> bool:
+        """Whether a part of the work is finished, and then its times are put on the stopwatch. It
+        is not, with a warning, if its file is not the one that was noted. A collective call.
         """
         noted = self.get(part, _Finished)
         if noted is None:
-            return None
+            return False
         if ranks().first(partial(is_intact, file, noted.hash)):
-            return noted.stages
+            stopwatch.record |= noted.stages
+            return True
         if ranks().main:
             warn_of_damage(file)
             remove(file)
-        return None
+        return False
 
     def write(self, name: Path | str, content: bytes) -> None:
         """Write a file into the folder, atomically."""

@@ -19,7 +19,7 @@ from emp_llm.checkpoint.files import read_json
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch, machine_name
-from emp_llm.common.paths import SELF_NAME
+from emp_llm.common.paths import ACTIVATIONS_NAME, SELF_NAME
 from emp_llm.common.progress import load_packages, stage
 from emp_llm.common.ranks import ranks
 from emp_llm.healing.checks import (
@@ -484,9 +484,7 @@ def begin(run: PruneRun, out: OutputFolder) -> HealingPlan | None:
 
         keep_generated(out.files / SELF_NAME, run.text)
     if inputs.judged and inputs.norms is not None and run.options.activations is None:
-        from emp_llm.calibration.activations import keep_norms
-
-        keep_norms(out, inputs.norms, run.stopwatch)  # what decided the masks lies beside them
+        _keep_norms(run, out, inputs.norms)  # what decided the masks lies beside them
     return plan
 
 
@@ -498,16 +496,27 @@ def calibrate_once(
     Args:
         masker: of a pruned propagation; None: dense.
     """
-    from emp_llm.calibration.activations import keep_norms, kept_norms
+    from emp_llm.calibration.activations import own_norms
     from emp_llm.calibration.passes import delete_progress
 
+    file = out.files / ACTIVATIONS_NAME
     with stage("calibrate"):
-        norms = kept_norms(out, run.stopwatch, run.targets)
+        norms = None
+        if out.has("calibrated", file, run.stopwatch):
+            norms = ranks().first(lambda: own_norms(file, run.targets))
         if norms is None:
             norms = calibrate(run, layers, run.recipe.statistics, out.calibration, masker)
-            keep_norms(out, norms, run.stopwatch)
+            _keep_norms(run, out, norms)
         delete_progress(out.calibration)
     return norms
+
+
+def _keep_norms(run: PruneRun, out: OutputFolder, norms: "Activations") -> None:
+    """Save norms in the output, as a part of it and for resuming."""
+    file = out.files / ACTIVATIONS_NAME
+    if ranks().main:
+        norms.save(file)
+    out.keep("calibrated", file, run.stopwatch)
 
 
 def moved_weights(
@@ -529,14 +538,13 @@ def moved_weights(
 
     with stage(name):
         moved = MovedWeights(out.fitted, lambda block: out.note(fitted=block))
-        times = out.finished("refitted", moved.record)
-        if times is not None and ranks().first(lambda: moved.are_intact(targets)):
-            run.stopwatch.record |= times
+        finished = out.has("refitted", moved.record, run.stopwatch)
+        if finished and ranks().first(lambda: moved.are_intact(targets)):
             return moved
         dense = dense_model(run, by_blocks=True)
         with run.stopwatch(name):
             update(dense, moved=moved)
-        out.finish("refitted", moved.record, dict(run.stopwatch.record))
+        out.keep("refitted", moved.record, run.stopwatch)
     return moved
 
 

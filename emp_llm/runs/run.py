@@ -5,8 +5,9 @@ Torch is imported when a step needs it: a run without a text decides and writes 
 """
 
 import logging
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+import shutil
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +32,12 @@ from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.chosen import Chosen
 from emp_llm.pruning.scores import recorded, signed
-from emp_llm.pruning.writing import criterion_source, keep_criterion, write_manifest
+from emp_llm.pruning.writing import (
+    criterion_source,
+    keep_criterion,
+    write_checkpoint,
+    write_manifest,
+)
 from emp_llm.records.corpus import Corpus, samples_of
 from emp_llm.records.evaluation import CheckRecord
 from emp_llm.records.run_report import RunReport
@@ -44,8 +50,11 @@ if TYPE_CHECKING:
     from emp_llm.calibration.activations import Activations
     from emp_llm.calibration.data import CalibrationText
     from emp_llm.calibration.passes import Masker
+    from emp_llm.pruning.masks import Pruner
+    from emp_llm.pruning.outcome import Outcomes
     from emp_llm.records.evaluation import PerplexityRecord
     from emp_llm.records.run_report import HealingRecord
+    from emp_llm.walk.moved import MovedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +118,22 @@ class Run:
         source = self.source
         return model_origin(source.name, source.revision, self.checkpoint, self.quantization)
 
+    @cached_property
+    def in_memory(self) -> bool:
+        """Whether the loaded weights are the stored ones, and can be pruned and restored; offloaded
+        ones are not.
+        """
+        from emp_llm.pruning.loaded_model import holds_stored_weights
+
+        if holds_stored_weights(dense_model(self), self.checkpoint, self.targets):
+            return True
+        logger.info(
+            "the loaded weights differ from the stored ones; each point is written to a temporary "
+            "checkpoint."
+        )
+        self.models.free()
+        return False
+
     def made_from(self, identity: str) -> ModelSource:
         """The dense model, as reports name it."""
         source = self.source
@@ -132,6 +157,44 @@ def model_in(run: Run, folder: Path, by_blocks: bool = False) -> "PreTrainedMode
         quantised = "quantization_config" in run.checkpoint.config
         by_blocks = not quantised and all(layer.expert is None for layer in layers)
     return run.models.get(folder, run.quantization, by_blocks)
+
+
+@contextmanager
+def try_masks(
+    run: Run,
+    pruner: "Pruner",
+    scratch: Path,
+    stopwatch: Stopwatch,
+    moved: "MovedWeights | None" = None,
+) -> "Iterator[tuple[Path, Outcomes]]":
+    """Inside this context, the model in a folder is pruned: the dense one in memory, whose weights
+    are restored, or that of a temporary checkpoint.
+
+    Args:
+        scratch: folder of the temporary checkpoint.
+        stopwatch: times the pruning.
+        moved: new values of the weights that stay.
+
+    Returns:
+        The folder, and the outcomes.
+    """
+    from emp_llm.pruning.loaded_model import pruned
+
+    if run.in_memory:
+        with ExitStack() as masked:
+            with stopwatch("prune"):
+                outcomes = masked.enter_context(pruned(dense_model(run), pruner, moved))
+            yield run.source.folder, outcomes
+        return
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    try:
+        with stopwatch("prune"):
+            outcomes = write_checkpoint(pruner, scratch, moved=moved).outcomes
+        yield scratch, outcomes
+    finally:
+        run.models.free()  # the next one has the same path
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def calibrate(

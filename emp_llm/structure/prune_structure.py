@@ -220,18 +220,16 @@ def _sums(run: PruneRun, model: UnitModel, out: OutputFolder) -> dict[str, Tenso
         return sums
 
     with stage("score"):
-        times = out.finished("sums", out.files / SUMS_NAME)
-        if times is not None:
+        if out.has("sums", out.files / SUMS_NAME, run.stopwatch):
             kept = ranks().first(lambda: unfinished(out.files / SUMS_NAME, own_sums))
             if kept is not None:
-                run.stopwatch.record |= times
                 return kept
         blocks = run.recipe.targets.blocks
         runner = BlockwiseModel(dense_model(run), blocks, run.options.hidden_states)
         with run.stopwatch("score"):
             sums = model.units[0].sums(runner, model.units, run.data.tokens, run.options.batch_size)
         out.write(SUMS_NAME, save(sums))
-        out.finish("sums", out.files / SUMS_NAME, dict(run.stopwatch.record))
+        out.keep("sums", out.files / SUMS_NAME, run.stopwatch)
     return sums
 
 
