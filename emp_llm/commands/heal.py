@@ -145,12 +145,16 @@ def heal(
         models=models,
         stopwatch=Stopwatch(),
         held_out=text.held_out,
+        signature={
+            "heals": pruned.states,
+            "configs": [config_digest(folder), config_digest(source.folder)],
+            **made_of,
+        },
     )
 
     # Train, and write.
     with out:
-        made_of["configs"] = [config_digest(folder), config_digest(source.folder)]
-        out.begin({"heals": pruned.states} | made_of, machine_name())
+        out.begin(run.signature, machine_name())
         kept = out.get("healing_plan", HealingPlan)
         shape = text.tokens.shape
         plan = runs.choose_healing(chosen, recipe, options, models, shape, timed, kept)

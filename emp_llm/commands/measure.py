@@ -19,7 +19,6 @@ from emp_llm.options.flat import RecipeWords, check_used
 from emp_llm.options.model import LoadingOptions, ModelOptions
 from emp_llm.options.recipe import Effective, Recipe, Score, Targets, score_kinds, searches
 from emp_llm.records.measure import Measure
-from emp_llm.records.source import ModelIdentity, ModelSource
 
 logger = logging.getLogger(__name__)
 CURVE_BETAS = "0.5,0.6,0.7,0.8,0.9,1,1.1,1.2,1.3,1.4,1.5,1.75,2"
@@ -85,8 +84,9 @@ def measure(
 
     budgets = []
     if loss is not None:
-        from emp_llm.runs.loss_budget import LossBudget, LossCurve, within_budgets
+        from emp_llm.runs.loss_budget import LossBudget, within_budgets
         from emp_llm.runs.prune_run import split_held_out
+        from emp_llm.runs.trials import LossCurve
 
         budgets = [LossBudget.of(budget) for budget in parse_list(loss, "--loss")]
     if ranks().count > 1:
@@ -163,11 +163,7 @@ def measure(
             run.models.free()
             shutil.rmtree(work, ignore_errors=True)
         record = Measure(
-            source=ModelSource(
-                model=source.name,
-                revision=source.revision,
-                **ModelIdentity.of(source.folder, identity).as_dict(),
-            ),
+            source=source.as_source(identity),
             command=command_line(),
             recipe=recorded(recipes[-1]),
             calibration=None if norms is None else norms.about,

@@ -20,7 +20,7 @@ from emp_llm.common.declared import check_type, options_of
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch, default_modes
 from emp_llm.common.ranks import alone, device_alone
-from emp_llm.evaluation.perplexity import perplexity
+from emp_llm.evaluation.perplexity import held_out_perplexity
 from emp_llm.hub.local_model import find_model
 from emp_llm.in_memory.model_report import ModelReport
 from emp_llm.models.architecture import Architecture, Target, check_calibrated
@@ -403,7 +403,7 @@ def _norms(
             sequences,
             layers,
             about,
-            batch_size=batch_size,
+            calibration.text,
             statistics=recipe.statistics,
             masker=masker,
             blocks=recipe.targets.blocks,
@@ -437,13 +437,8 @@ def _perplexity(model: nn.Module, tokens: Tensor | None) -> PerplexityRecord | N
     """The perplexity of held-out sequences; None without any. A failure is logged."""
     if tokens is None or not isinstance(model, PreTrainedModel):
         return None
-    try:
-        with in_evaluation_mode(model):
-            record = perplexity(model, tokens.flatten(), tokens.shape[1], batch_size=1)
-    except UserError as error:
-        logger.warning("warning: the perplexity of held-out text was not measured: %s", error)
-        return None
-    return msgspec.structs.replace(record, seconds=0.0)
+    with in_evaluation_mode(model):
+        return held_out_perplexity(lambda: model, {}, tokens)
 
 
 def _moved(

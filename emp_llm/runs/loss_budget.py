@@ -21,12 +21,10 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.given_norms import given_norms
@@ -45,24 +43,18 @@ from emp_llm.checkpoint.output import (
     check_space,
 )
 from emp_llm.common.errors import NothingRemovedError, UserError
-from emp_llm.common.machine import Stopwatch, machine_name
+from emp_llm.common.machine import machine_name
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.progress import stage
-from emp_llm.evaluation.comparison import cheaper, losses_of, paired_error_of_losses
-from emp_llm.evaluation.perplexity import perplexity
+from emp_llm.evaluation.comparison import cheaper
 from emp_llm.models.loading import headless_class
 from emp_llm.options.base import GivenOptions
-from emp_llm.options.model import MaskDevice
 from emp_llm.options.prune import PruneOptions
 from emp_llm.options.recipe import Effective, Recipe, Share, Wanda
 from emp_llm.pruning.chosen import scores_of, targets_of_folder
-from emp_llm.pruning.counts import Numbers, counts_of
-from emp_llm.pruning.masks import Pruner
 from emp_llm.pruning.outcome import Outcomes
 from emp_llm.pruning.report import sizes_record
-from emp_llm.pruning.scores import Scores
 from emp_llm.records.base import Part
-from emp_llm.records.evaluation import PerplexityRecord
 from emp_llm.records.measure import LossEntry, LossMeasure
 from emp_llm.records.run_report import LossPoint, LossRecord, RunReport, read_report
 from emp_llm.runs.prune_run import (
@@ -75,10 +67,11 @@ from emp_llm.runs.prune_run import (
     planned_healing,
     work_bytes,
 )
-from emp_llm.runs.run import Run, dense_model, norms_in, try_masks
+from emp_llm.runs.run import norms_in
+from emp_llm.runs.trials import LossCurve
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 logger = logging.getLogger(__name__)
 _POINTS = 8  # of the curve, for one share
@@ -94,7 +87,6 @@ _AIM = 0.95  # of the budget, for a run that cannot be repeated
 _CAREFUL = 0.75  # for one after one that went beyond it
 _MOST_RUNS = 4
 _MOST_NATS = 0.3  # as a budget without "%": a rise of 35 %
-_RUINED = 700.0  # nats: the rise of a model whose loss is not finite
 _OWN = ("*curve.json*", "*activations.safetensors*", "calibration", "checkpoint", "*removed-*")
 
 
@@ -260,68 +252,6 @@ def next_point(
         elif high - wanted < _NEAR / 2:
             wanted = high - 0.9 * _NEAR
     return min(between, key=lambda untried: abs(untried - wanted))
-
-
-@dataclass(frozen=True)
-class LossCurve:
-    """The perplexity of held-out text against the share of the weights that masks remove.
-
-    Attributes:
-        run: its dense model, targets and models.
-        tokens: the held-out text, int64, shape (sequences, length).
-        mask_device: of `Pruner`.
-        work: folder for the checkpoint of a point, where the weights are offloaded.
-        numbers: of the magnitudes, shared by recipes whose counts they set.
-    """
-
-    run: Run
-    tokens: Tensor
-    mask_device: MaskDevice
-    work: Path
-    numbers: Numbers = field(default_factory=dict)
-
-    @cached_property
-    def dense(self) -> PerplexityRecord:
-        """The dense model's perplexity."""
-        return self.measured(dense_model(self.run))
-
-    def measured(self, model: "PreTrainedModel") -> PerplexityRecord:
-        """A model's perplexity."""
-        return perplexity(model, self.tokens.flatten(), self.tokens.shape[1], batch_size=1)
-
-    def point(self, record: PerplexityRecord, sparsity: float, whole: bool) -> LossPoint:
-        """A point from what its model measured."""
-        rise = math.log(record.value / self.dense.value)
-        error = paired_error_of_losses(losses_of(record), losses_of(self.dense)) or 0.0
-        if not math.isfinite(rise + error):  # a ruined model
-            rise = _RUINED
-            error = 0.0
-        point = LossPoint(sparsity=sparsity, rise=rise, error=error, whole_run=whole)
-        change = 100 * math.expm1(min(rise, 50.0))
-        # The result shows all points.
-        logger.debug(
-            "%s%.1f %% removed: perplexity %+.2f %%", "pruned, " * whole, 100 * sparsity, change
-        )
-        return point
-
-    def of_masks(
-        self, recipe: Recipe, norms: Activations | None
-    ) -> tuple[PerplexityRecord, Outcomes]:
-        """The perplexity of the model with a recipe's masks, and the outcomes of the masks.
-
-        Args:
-            norms: of the calibration; None if the scores need none.
-        """
-        run = self.run
-        scores = Scores(run.checkpoint, run.targets, recipe)
-        if norms is not None and recipe.needs_activations:
-            scores = scores.with_activations(norms)
-        pruner = Pruner(scores, counts_of(scores, self.numbers), self.mask_device)
-        _ = self.dense
-        untimed = Stopwatch(peaks=False)
-        with try_masks(run, pruner, self.work / "checkpoint", untimed) as (folder, outcomes):
-            record = self.measured(run.models.get(folder))
-        return record, outcomes
 
 
 def walked(

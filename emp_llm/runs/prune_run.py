@@ -15,11 +15,10 @@ from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
 from emp_llm.calibration.texts import calibration_corpora, self_notes
 from emp_llm.checkpoint.agreement import check_agreement
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.files import read_json
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch, machine_name
-from emp_llm.common.paths import ACTIVATIONS_NAME, SELF_NAME
+from emp_llm.common.paths import ACTIVATIONS_NAME, REPORT_NAME, SELF_NAME
 from emp_llm.common.progress import load_packages, stage
 from emp_llm.common.ranks import ranks
 from emp_llm.healing.checks import (
@@ -38,8 +37,10 @@ from emp_llm.models.one_model import OneModel
 from emp_llm.models.placement import Quantization, max_context, parse_device_map, quantization_of
 from emp_llm.options.base import GivenOptions
 from emp_llm.options.prune import PruneOptions, check_wanted
-from emp_llm.options.recipe import UNIT_CRITERIA, ByCost, Recipe, Share
-from emp_llm.pruning.chosen import Chosen, stored_bytes
+from emp_llm.options.recipe import ByCost, Recipe
+from emp_llm.pruning.budget import Budget, with_budget
+from emp_llm.pruning.chosen import Chosen, scores_of, stored_bytes, targets_of_folder
+from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.dry_run import (
     DryRun,
     healing_notes,
@@ -47,14 +48,18 @@ from emp_llm.pruning.dry_run import (
     planned_layers,
     resume_bytes,
 )
-from emp_llm.pruning.report import log_warnings
-from emp_llm.pruning.writing import run_signature
+from emp_llm.pruning.masks import Pruner, check_device
+from emp_llm.pruning.report import log_warnings, pruned_before, report_of
+from emp_llm.pruning.scores import Scores
+from emp_llm.pruning.starving import starving_rows
+from emp_llm.pruning.writing import run_signature, write_checkpoint
 from emp_llm.records.corpus import Corpus, samples_of
-from emp_llm.records.run_report import LossRecord, RunReport
+from emp_llm.records.run_report import LossRecord, RunReport, read_report
 from emp_llm.records.source import stage_records
 from emp_llm.runs.run import (
     Run,
     calibrate,
+    check,
     check_pruned,
     choose_healing,
     count_steps,
@@ -124,22 +129,17 @@ class Inputs:
         return self.options.output or Path(f"{self.source.short_name}-{name}")
 
     @property
-    def by_cost(self) -> Share | None:
-        """The counts of a run whose blocks lose by what their weights cost; None for others."""
-        counts = self.recipe.counts
-        return counts if isinstance(counts, Share) and isinstance(counts.shares, ByCost) else None
-
-    @property
     def calibrates(self) -> bool:
         """Whether the run collects the norms of inputs. Costs are those of Wanda's masks."""
-        needed = self.recipe.needs_activations or self.by_cost is not None
+        needed = self.recipe.needs_activations or self.recipe.by_cost is not None
         return needed and self.norms is None
 
     @property
     def needs_text(self) -> bool:
         """Whether the checkpoint depends on a text. Another may read one that checks it."""
-        holds_out = self.options.loss is not None or self.by_cost is not None
-        return holds_out or self.recipe.moves or sums_units(self.recipe) or self.calibrates
+        recipe = self.recipe
+        holds_out = self.options.loss is not None or recipe.by_cost is not None
+        return holds_out or recipe.moves or recipe.sums_units or self.calibrates
 
     @property
     def reads_text(self) -> bool:
@@ -158,15 +158,14 @@ def find_inputs(
     """What checked options name.
 
     Raises:
-        UserError: the model, the suite or the file of norms is missing, or a healing has too few
-            tokens for a step.
+        UserError: the model, the suite or the file of norms is missing.
     """
     if options.device_map != "auto":
         parse_device_map(options.device_map)
     norms = None
     if judged is not None:
         norms = judged.norms
-    elif options.loss is None and not sums_units(recipe):
+    elif options.loss is None and not recipe.sums_units:
         checks = options.check and options.evaluate is None
         norms = given_norms(options, recipe, given, checks=checks)
     suite = None
@@ -178,8 +177,6 @@ def find_inputs(
     source = find_model(options.model, options.revision, trust, headers_suffice=options.dry_run)
     if recipe.heal is not None:
         check_tracker(options.report_to)
-        corpora = _corpora(options, read_json(source.folder / "config.json"))
-        recipe = recipe.but(heal=in_steps(recipe.heal, corpora))
     return Inputs(recipe, options, given, source, norms, judged, suite)
 
 
@@ -223,6 +220,7 @@ def make_run(
     if recipe.heal is not None:
         check_healable(checkpoint.config, chosen.targets)
         corpora = _corpora(options, checkpoint.config)
+        recipe = recipe.but(heal=in_steps(recipe.heal, corpora))
         check_trains(samples_of(corpora), corpora[0].seqlen or 0)
     text = deciding = suite = baseline = None
     held_out = None if inputs.judged is None else inputs.judged.tokens
@@ -286,7 +284,7 @@ def _read_text(
     from emp_llm.calibration.data import CHECKED, CHOOSING, calibration_data
 
     options = inputs.options
-    decides = inputs.by_cost is not None or options.loss is not None
+    decides = recipe.by_cost is not None or options.loss is not None
     text = calibration_data(
         options,
         chosen.architecture,
@@ -394,9 +392,7 @@ def plan_of(run: PruneRun) -> DryRun:
             options,
             options.device_map,
             corpora,
-            passes=inputs.calibrates
-            + 3 * sums_units(run.recipe)
-            + 3 * (units and run.recipe.moves),
+            passes=inputs.calibrates + 3 * run.recipe.sums_units + 3 * (units and run.recipe.moves),
             by_blocks=options.execution == "blocks" or options.propagate == "pruned" or fits,
         )
     resumes = inputs.calibrates and options.resumable_calibration and not units
@@ -616,15 +612,9 @@ def evaluated(run: PruneRun, report: RunReport) -> RunReport:
         report,
         run.suite,
         run.models,
-        run.options.device_map,
         run.stopwatch,
         run.baseline,
     )
-
-
-def sums_units(recipe: Recipe) -> bool:
-    """Whether units are scored by sums over the text."""
-    return recipe.structure is not None and recipe.name in UNIT_CRITERIA
 
 
 def split_held_out(
@@ -646,3 +636,118 @@ def split_held_out(
             f"calibration, and {text} has {has}. Give a longer text, or fewer --samples."
         )
     return held_out[[number for number in range(len(held_out)) if number % 3 != 2]], held_out[2::3]
+
+
+# Weights.
+
+
+def find_weights(inputs: Inputs) -> tuple[PruneRun, Scores]:
+    """The run, and the scores by which its weights compete."""
+    options = inputs.options
+    recipe = inputs.recipe
+    source = inputs.source
+    norms = inputs.norms
+    check_device(options.mask_device)
+    if (source.folder / REPORT_NAME).is_file():
+        logger.warning("%s", pruned_before(source.name, recipe))
+    budget = Budget.of(options.parameters, options.memory)
+    trust = options.trust_remote_code
+    chosen = targets_of_folder(source.folder, source.name, recipe, trust, norms is None)
+    if budget is not None:
+        recipe = with_budget(recipe, budget, chosen.checkpoint, chosen.targets)
+        logger.info("%s is a sparsity of %.4f of the targets.", budget.flag, recipe.counts.sparsity)
+    scores = scores_of(chosen, recipe, chosen.checkpoint.config)
+    if norms is not None:
+        scores = scores.with_activations(norms, str(options.activations))
+    run = make_run(inputs, scores.recipe, chosen)
+    if run.recipe != scores.recipe:  # minutes or tokens of --heal became steps
+        scores = Scores(run.checkpoint, run.targets, run.recipe, scores.inputs)
+    return run, scores
+
+
+def prune_weights(run: PruneRun, scores: Scores) -> RunReport:
+    """Write the checkpoint with zeros in the place of weights."""
+    options = run.options
+    inputs = run.inputs
+    update = run.recipe.update
+    if awaits_evaluation(run):
+        return read_report(run.path)
+    with output_of(inputs, run.checkpoint, work_bytes(run)) as out:
+        healing = begin(run, out)
+
+        # Norms of the inputs. With pruned propagation, the masks of a block are decided before the
+        # next is calibrated.
+        propagated = None
+        if options.propagate == "pruned":
+            propagated = Pruner(scores, counts_of(scores), options.mask_device)
+        norms = inputs.norms
+        if inputs.calibrates:
+            norms = calibrate_once(run, out, run.chosen.layers_to_calibrate(), propagated)
+            if run.recipe.needs_activations:
+                scores = scores.with_activations(norms)
+
+        # How many weights of each group stay, which ones, and their values.
+        share = run.recipe.by_cost
+        if share is not None:
+            removed = _removed_by_cost(run, share.sparsity, norms, out)
+            recipe = run.recipe.but(counts=replace(share, shares=ByCost(removed)))
+            scores = Scores(run.checkpoint, run.targets, recipe, scores.inputs)
+        number = counts_of(scores) if propagated is None else propagated.counts
+        pruner = Pruner(scores, number, options.mask_device)
+        moved = None
+        if update is not None:
+            from emp_llm.pruning.updates import move_weights
+
+            move = partial(
+                move_weights,
+                pruner=pruner,
+                update=update,
+                tokens=run.data.in_turns,
+                batch_size=options.batch_size,
+                hidden_states=options.hidden_states,
+            )
+            moved = moved_weights(run, out, update.name, move, run.targets)
+        dense = check(run, run.source.folder)
+        if run.suite is None:
+            run.models.free()  # the dense model is no longer needed
+
+        # The first rank writes. Healing trains what was written.
+        report, hashes = ranks().first(partial(_write, run, pruner, moved, out))
+        return finish(run, out, report, hashes, norms, dense, healing)
+
+
+def _removed_by_cost(
+    run: PruneRun, sparsity: float, norms: "Activations | None", out: OutputFolder
+) -> dict[str, int]:
+    """How many weights each target loses, measured now or by an interrupted run."""
+    from emp_llm.runs.trials import LossCurve, removed_by_cost
+
+    removed = out.get("shares", dict[str, int])
+    sizes = {target.name: target.matrix.numel for target in run.targets}
+    if (
+        removed is None
+        or removed.keys() != sizes.keys()
+        or not all(0 <= number <= sizes[name] for name, number in removed.items())
+    ):
+        assert run.deciding is not None
+        with stage("shares"), run.stopwatch("shares"):
+            device = run.options.mask_device
+            curve = LossCurve(run, run.deciding, device, out.work / "curve")
+            removed = removed_by_cost(sparsity, curve, run.targets, norms)
+        out.note(shares=removed)
+    return removed
+
+
+def _write(
+    run: PruneRun, pruner: Pruner, moved: "MovedWeights | None", out: OutputFolder
+) -> tuple[RunReport, dict[str, str]]:
+    """Write the shards and side files; the report so far, and the hash of each shard."""
+    with stage("prune"), run.stopwatch("prune"):
+        written = write_checkpoint(pruner, out.files, out, moved)
+        starving = starving_rows(pruner, written.outcomes)
+    report = report_of(
+        run.source.as_source(written.identity), pruner, written.outcomes, run.chosen.coverage, moved
+    )
+    if starving is not None:
+        report.warnings.insert(0, starving)
+    return report, written.hashes

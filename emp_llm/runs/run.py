@@ -5,9 +5,8 @@ Torch is imported when a step needs it: a run without a text decides and writes 
 """
 
 import logging
-import shutil
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -35,13 +34,12 @@ from emp_llm.pruning.scores import recorded, signed
 from emp_llm.pruning.writing import (
     criterion_source,
     keep_criterion,
-    write_checkpoint,
     write_manifest,
 )
 from emp_llm.records.corpus import Corpus, samples_of
 from emp_llm.records.evaluation import CheckRecord
 from emp_llm.records.run_report import RunReport
-from emp_llm.records.source import CalibrationRecord, ModelIdentity, ModelSource
+from emp_llm.records.source import CalibrationRecord
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,11 +48,8 @@ if TYPE_CHECKING:
     from emp_llm.calibration.activations import Activations
     from emp_llm.calibration.data import CalibrationText
     from emp_llm.calibration.passes import Masker
-    from emp_llm.pruning.masks import Pruner
-    from emp_llm.pruning.outcome import Outcomes
     from emp_llm.records.evaluation import PerplexityRecord
     from emp_llm.records.run_report import HealingRecord
-    from emp_llm.walk.moved import MovedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -134,12 +129,6 @@ class Run:
         self.models.free()
         return False
 
-    def made_from(self, identity: str) -> ModelSource:
-        """The dense model, as reports name it."""
-        source = self.source
-        known = ModelIdentity.of(source.folder, identity).as_dict()
-        return ModelSource(model=source.name, revision=source.revision, **known)
-
 
 def dense_model(run: Run, by_blocks: bool = False) -> "PreTrainedModel":
     """The dense model. Callers keep no reference to it.
@@ -157,44 +146,6 @@ def model_in(run: Run, folder: Path, by_blocks: bool = False) -> "PreTrainedMode
         quantised = "quantization_config" in run.checkpoint.config
         by_blocks = not quantised and all(layer.expert is None for layer in layers)
     return run.models.get(folder, run.quantization, by_blocks)
-
-
-@contextmanager
-def try_masks(
-    run: Run,
-    pruner: "Pruner",
-    scratch: Path,
-    stopwatch: Stopwatch,
-    moved: "MovedWeights | None" = None,
-) -> "Iterator[tuple[Path, Outcomes]]":
-    """Inside this context, the model in a folder is pruned: the dense one in memory, whose weights
-    are restored, or that of a temporary checkpoint.
-
-    Args:
-        scratch: folder of the temporary checkpoint.
-        stopwatch: times the pruning.
-        moved: new values of the weights that stay.
-
-    Returns:
-        The folder, and the outcomes.
-    """
-    from emp_llm.pruning.loaded_model import pruned
-
-    if run.in_memory:
-        with ExitStack() as masked:
-            with stopwatch("prune"):
-                outcomes = masked.enter_context(pruned(dense_model(run), pruner, moved))
-            yield run.source.folder, outcomes
-        return
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    try:
-        with stopwatch("prune"):
-            outcomes = write_checkpoint(pruner, scratch, moved=moved).outcomes
-        yield scratch, outcomes
-    finally:
-        run.models.free()  # the next one has the same path
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def calibrate(
@@ -223,9 +174,7 @@ def calibrate(
             run.data,
             layers,
             about,
-            batch_size=options.batch_size,
-            execution=options.execution,
-            hidden_states=options.hidden_states,
+            options,
             statistics=statistics,
             masker=masker,
             blocks=run.recipe.targets.blocks,

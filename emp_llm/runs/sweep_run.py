@@ -42,8 +42,9 @@ from emp_llm.pruning.writing import run_signature, write_checkpoint
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.source import stage_records
 from emp_llm.records.sweep import Sweep, SweepMadeBy, SweptPoint
-from emp_llm.runs.run import Run, dense_model, norms_in, try_masks, write_records
+from emp_llm.runs.run import Run, dense_model, norms_in, write_records
 from emp_llm.runs.sweep_folder import SweepFolder, finished, point_record
+from emp_llm.runs.trials import try_masks
 from emp_llm.walk.moved import MovedWeights
 
 logger = logging.getLogger(__name__)
@@ -231,7 +232,7 @@ def _begin(run: SweepRun, shared: RecipeWords) -> None:
     )
     record = Sweep(
         command=command_line(),
-        source=run.made_from(identity),
+        source=run.source.as_source(identity),
         suite=run.prepared.suite.name,
         made_by=made_by,
     )

@@ -28,7 +28,6 @@ from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import check_head, load_model
 from emp_llm.models.offload import is_offloaded
 from emp_llm.options.recipe import (
-    UNIT_CRITERIA,
     Effective,
     Match,
     Recipe,
@@ -57,7 +56,6 @@ from emp_llm.runs.prune_run import (
     moved_weights,
     output_of,
     plan_of,
-    sums_units,
 )
 from emp_llm.runs.run import check, dense_model
 from emp_llm.structure.choice import Choice, Removed, choose_units, removed_by_role
@@ -132,7 +130,7 @@ def find_units(inputs: Inputs, structure: Structure) -> tuple[PruneRun, UnitMode
         made_of["matched"] = [[*role, *counts] for role, counts in matched.items()]
     for units in model.units:
         units.check(recipe)
-    if recipe.name in UNIT_CRITERIA and options.execution == "model":
+    if recipe.sums_units and options.execution == "model":
         raise UserError(
             f"--method {recipe.method} runs the model block by block; leave out --execution model."
         )
@@ -165,7 +163,7 @@ def prune_units(run: PruneRun, model: UnitModel) -> RunReport:
         sums: dict[str, Tensor] = {}
         norms = run.inputs.norms
         feature: Feature | None = None
-        if sums_units(run.recipe):
+        if run.recipe.sums_units:
             sums = _sums(run, model, out)
             feature = sums.get
         if run.inputs.calibrates:
@@ -228,7 +226,8 @@ def _sums(run: PruneRun, model: UnitModel, out: OutputFolder) -> dict[str, Tenso
         runner = BlockwiseModel(dense_model(run), blocks, run.options.hidden_states)
         with run.stopwatch("score"):
             sums = model.units[0].sums(runner, model.units, run.data.tokens, run.options.batch_size)
-        out.write(SUMS_NAME, save(sums))
+        if ranks().main:
+            write_bytes(out.files / SUMS_NAME, save(sums))
         out.keep("sums", out.files / SUMS_NAME, run.stopwatch)
     return sums
 
@@ -330,7 +329,7 @@ def _write(
     if update is not None:
         warnings += update_warnings(fits, decision.fitted, update)
     report = RunReport(
-        source=run.made_from(identity_of(model.checkpoint)),
+        source=run.source.as_source(identity_of(model.checkpoint)),
         command=command_line(),
         recipe=recorded(decision.recipe).with_found(decision.beta),
         calibration=None,
