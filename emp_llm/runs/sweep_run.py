@@ -124,18 +124,18 @@ class SweepRun(Run):
         stopwatch = Stopwatch()
         models = OneModel(loading.device_map, loading.dtype, trust, stopwatch)
         folder = SweepFolder(path, source.folder)
-        calibration = None
+        text = None
         prepared = None
         if not options.dry_run:
             if needs_text:
-                calibration = calibration_data(text_options, chosen.architecture, models)
+                text = calibration_data(text_options, chosen.architecture, models)
             prepared = prepare_suite(suite, source.folder, load_tokenizer(source.folder, trust))
         return cls(
             source=source,
             recipe=leading,
             chosen=chosen,
             options=text_options,
-            text=calibration,
+            text=text,
             path=path,
             models=models,
             stopwatch=stopwatch,
