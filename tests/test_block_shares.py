@@ -13,10 +13,11 @@ from stops import stopped
 from tiny import weights_of
 
 from emp_llm import ByCost, Recipe, Share, UserError, prune, prune_model, recipe_of
+from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.pruning import writing
 from emp_llm.records.run_report import RunReport
-from emp_llm.runs import block_shares
-from emp_llm.runs.block_shares import ALONE, BlockCost, shares_by_cost
+from emp_llm.runs import trials
+from emp_llm.runs.trials import ALONE, BlockCost, shares_by_cost
 
 # Of the short demo model, all blocks but the first alike.
 COSTS = [BlockCost(block, 1000, (0.1 + (block == 0), 0.3, 0.9)) for block in range(3)]
@@ -70,7 +71,7 @@ def test_a_run(
     how: dict[str, Any], short_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if how["method"] != "wanda":  # one run measures
-        monkeypatch.setattr(block_shares, "costs_of_blocks", lambda *_: COSTS)
+        monkeypatch.setattr(trials, "costs_of_blocks", lambda *_: COSTS)
     report = prune(short_demo, shares="cost", sparsity=0.5, output=tmp_path / "out", **how, **TEXT)
     removed = report.recipe.counts.shares.removed
     assert isinstance(removed, dict)
@@ -88,19 +89,30 @@ def test_a_killed_run_resumes(short_demo: Path, tmp_path: Path) -> None:
     """Killed before the shares are known, and after: the bytes are those of a run in one go."""
     how = {"method": "wanda", "shares": "cost", "sparsity": 0.6, **TEXT}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_shares, "costs_of_blocks", lambda *_: COSTS)
+        patch.setattr(trials, "costs_of_blocks", lambda *_: COSTS)
         prune(short_demo, output=tmp_path / "whole" / "out", **how)
         how["output"] = tmp_path / "killed" / "out"
-        for place, name in ((block_shares, "shares_by_cost"), (writing, "outcome_of")):
+        for place, name in ((trials, "shares_by_cost"), (writing, "outcome_of")):
             with stopped(place, name):
                 prune(short_demo, **how)
     with pytest.MonkeyPatch.context() as patch:  # what is known is not measured again
-        patch.setattr(block_shares, "costs_of_blocks", None)
+        patch.setattr(trials, "costs_of_blocks", None)
         report = prune(short_demo, **how)
     assert isinstance(report.recipe.counts.shares.removed, dict)
     assert len(set(report.recipe.counts.shares.removed.values())) == 2
     assert oracle.shards(tmp_path / "killed" / "out") == oracle.shards(tmp_path / "whole" / "out")
     check_verified(tmp_path / "killed" / "out", short_demo)
+
+
+def test_a_budget_sets_how_much_goes(
+    short_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trials, "costs_of_blocks", lambda *_: COSTS)
+    most = 0.9 * Checkpoint(short_demo).parameters
+    how = {"method": "wanda", "shares": "cost", "parameters": f"{most}", **TEXT}
+    report = prune(short_demo, output=tmp_path / "out", **how)
+    assert isinstance(report, RunReport)
+    assert report.targets.sparsity_of_all_parameters == pytest.approx(0.1, abs=0.001)
 
 
 def test_offloaded_weights(tiny_llama: Path, text: Path, tmp_path: Path) -> None:

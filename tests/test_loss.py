@@ -32,7 +32,7 @@ from emp_llm.options.flat import recipe_of
 from emp_llm.options.recipe import Pattern
 from emp_llm.records.run_report import LossRecord, RunReport
 from emp_llm.reporting.run_tables import measure_table
-from emp_llm.runs import loss_budget
+from emp_llm.runs import loss_budget, trials
 from emp_llm.runs.loss_budget import LossBudget, next_point, sparsities_of
 from emp_llm.runs.prune_run import PruneRun
 
@@ -171,7 +171,7 @@ def test_where_no_whole_run_keeps_to_the_budget(
 
     def noisy(self: Any, sparsity: float) -> Any:
         point = whole(self, sparsity)
-        allowed = self._largest(self._budget.nats)
+        allowed = self._largest(self.budget.nats)
         return point if sparsity <= allowed else msgspec.structs.replace(point, error=1.0)
 
     monkeypatch.setattr(loss_budget._Search, "_whole", noisy)
@@ -335,7 +335,7 @@ def test_a_killed_run_resumes(
     """It says where the work is kept; no point is measured again, and the bytes are the same."""
     how = {"loss": "4%", "method": method, "samples": 6}
     _, whole = pruned(two_blocks, tmp_path, "whole", **how)
-    measured = loss_budget.perplexity
+    measured = trials.perplexity
     calls = 0
 
     def killed(*arguments: Any, **keywords: Any) -> Any:
@@ -345,7 +345,7 @@ def test_a_killed_run_resumes(
             raise KeyboardInterrupt
         return measured(*arguments, **keywords)
 
-    monkeypatch.setattr(loss_budget, "perplexity", killed)
+    monkeypatch.setattr(trials, "perplexity", killed)
     with pytest.raises(KeyboardInterrupt):
         prune(two_blocks, output=tmp_path / "out", **(TEXT | how))
     assert f"kept in {tmp_path / '.out.loss'}; the same command resumes" in caplog.text
@@ -504,7 +504,7 @@ def test_the_output_is_checked_before_anything_is_computed(
 def test_a_ruined_model_is_beyond_every_budget(
     two_blocks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = loss_budget.perplexity
+    measured = trials.perplexity
     calls = 0
 
     def ruined(*arguments: Any, **keywords: Any) -> Any:
@@ -514,7 +514,7 @@ def test_a_ruined_model_is_beyond_every_budget(
         # The first point after the dense model.
         return msgspec.structs.replace(found, perplexity=None) if calls == 2 else found
 
-    monkeypatch.setattr(loss_budget, "perplexity", ruined)
+    monkeypatch.setattr(trials, "perplexity", ruined)
     _, loss = pruned(two_blocks, tmp_path, loss="5%", method="magnitude")
     assert max(loss.points, key=lambda each: each.rise).rise > 100
     assert loss.sparsity < 0.3

@@ -439,7 +439,7 @@ def _failing(*_: object) -> None:
 def _complete(path: Path, content: str, overwrite: bool = False) -> None:
     with OutputFolder(path, [], 0, overwrite, expected="page") as out:
         out.begin({})
-        out.write("page", content.encode())
+        (out.files / "page").write_bytes(content.encode())
         out.note(page=True)
         out.complete()
 

@@ -1,7 +1,9 @@
 """Runs: complete when they are made, and never changed."""
 
 import inspect
-from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import FrozenInstanceError, fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ from emp_llm import prune
 from emp_llm.runs import prune_run
 from emp_llm.runs.prune_run import PruneRun
 from emp_llm.runs.run import Run
+from emp_llm.structure import prune_structure
+
+Models = Callable[[str], Path]
 
 
 def test_every_run_is_frozen() -> None:
@@ -36,23 +41,24 @@ def test_every_run_is_frozen() -> None:
     ids=["weights", "budget", "units", "heal"],
 )
 def test_a_run_is_complete_when_it_is_made(
-    how: dict[str, Any], tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: dict[str, Any], models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its signature is the same before the first step and after the last one."""
-    of = PruneRun.of
-    made = []
-    signatures = []
+    make: Any = prune_run.make_run
+    made: list[PruneRun] = []
+    signatures: list[Any] = []
 
     def keep(*given: Any) -> PruneRun:
-        made.append(of(*given))
-        signatures.append(replace(made[0]).signature)
+        made.append(make(*given))
+        signatures.append(deepcopy(made[0].signature))
         return made[0]
 
-    monkeypatch.setattr(PruneRun, "of", keep)
+    monkeypatch.setattr(prune_run, "make_run", keep)
+    monkeypatch.setattr(prune_structure, "make_run", keep)
     text = {"calibration": "demo", "samples": 2, "seqlen": 32}
-    prune(tiny_llama, output=tmp_path / "out", **text | how)
+    prune(models("llama"), output=tmp_path / "out", **text | how)
     (run,) = made
-    assert replace(run).signature == run.signature == signatures[0]
+    assert run.signature == signatures[0]
     for field in fields(run):
         with pytest.raises(FrozenInstanceError):
             setattr(run, field.name, None)

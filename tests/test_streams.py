@@ -78,7 +78,7 @@ def test_what_other_code_says_and_how_it_ends(
     def ends(*_: object) -> None:
         sys.exit(0)
 
-    monkeypatch.setattr("emp_llm.runs.prune_run.PruneRun.of", ends)
+    monkeypatch.setattr("emp_llm.runs.prune_run.make_run", ends)
     with pytest.raises(RuntimeError, match=r"called sys.exit\(0\)"):
         command(f"prune --method magnitude --output out {tiny_llama}")
 
@@ -115,7 +115,7 @@ def test_a_full_disk_that_no_command_expects(
             else:
                 raise error
 
-        monkeypatch.setattr("emp_llm.runs.prune_run.PruneRun.of", fails)
+        monkeypatch.setattr("emp_llm.runs.prune_run.make_run", fails)
         if told is not None:
             assert told in command(line, code=2).stderr
         else:

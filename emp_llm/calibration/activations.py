@@ -19,11 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from emp_llm.checkpoint.files import STRICT, parse_json, tensor_bytes, unfinished, write_bytes
-from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError, reason
-from emp_llm.common.machine import Stopwatch
-from emp_llm.common.paths import ACTIVATIONS_NAME
-from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Target
 from emp_llm.records.base import record_of
 from emp_llm.records.source import ActivationsInfo, CalibrationRecord
@@ -141,29 +137,6 @@ class Activations:
                     )
             statistics[statistic] = {layer: tensors[name] for layer, name in tensor_of.items()}
         return cls(statistics, info.inputs, info.about, info.tokens)
-
-
-def keep_norms(out: OutputFolder, norms: Activations, stopwatch: Stopwatch) -> None:
-    """Save norms in an unfinished output, as a part of it and for resuming an interrupted run."""
-    if ranks().main:
-        norms.save(out.files / ACTIVATIONS_NAME)
-    out.finish("calibrated", out.files / ACTIVATIONS_NAME, dict(stopwatch.record))
-
-
-def kept_norms(
-    out: OutputFolder, stopwatch: Stopwatch, targets: Sequence[Target]
-) -> Activations | None:
-    """The norms that an interrupted run of the same command collected; None if it did not finish
-    its calibration. A collective call.
-    """
-    path = out.files / ACTIVATIONS_NAME
-    stages = out.finished("calibrated", path)
-    if stages is None:
-        return None
-    norms = ranks().first(lambda: own_norms(path, targets))
-    if norms is not None:
-        stopwatch.record |= stages
-    return norms
 
 
 def own_norms(path: Path, targets: Sequence[Target]) -> Activations | None:

@@ -70,7 +70,7 @@ from emp_llm.models.modules import (
 )
 from emp_llm.models.offload import execution_device, is_offloaded
 from emp_llm.models.placement import Quantization, quantization_record
-from emp_llm.options.calibration import Execution, Place, Propagate
+from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.options.recipe import Match, Recipe
 from emp_llm.records.source import CalibrationRecord, ModelIdentity
 from emp_llm.selection.statistics import NORM
@@ -103,10 +103,8 @@ def calibrated(
     data: CalibrationText,
     layers: list[Layer],
     about: CalibrationRecord,
+    options: CalibrationOptions,
     *,
-    batch_size: int = 4,
-    execution: Execution = "auto",
-    hidden_states: Place = "auto",
     statistics: Collection[str] = (),
     masker: Masker | None = None,
     blocks: str | None = None,
@@ -120,10 +118,7 @@ def calibrated(
         data: from `calibration_data` or `data_in_memory`.
         layers: linear layers, and matrices of experts.
         about: the model and, for pruned propagation, the recipe: from `model_origin`.
-        batch_size: sequences per forward pass.
-        execution: the whole model at once, or block by block; auto: block by block if any part of
-            the model is offloaded.
-        hidden_states: where they are stored between blocks.
+        options: of the forward passes.
         statistics: names of further statistics, beside the norms.
         masker: computes the masks of a pruned propagation; None: dense propagation.
         blocks: name of the list of decoder blocks; None: detected.
@@ -134,13 +129,16 @@ def calibrated(
     Raises:
         UserError: a norm is not finite, memory runs out, or the model cannot run in this way.
     """
+    batch_size = options.batch_size
     record = msgspec.structs.replace(
         fit_origin(data, batch_size, about), dtype=str(model.dtype).removeprefix("torch.")
     )
     with in_evaluation_mode(model):
-        by_itself = execution == "auto" and is_offloaded(model) and not is_encoder_decoder(model)
-        by_blocks = execution == "blocks" or masker is not None or by_itself
-        runner = BlockwiseModel(model, blocks, hidden_states) if by_blocks else None
+        by_itself = (
+            options.execution == "auto" and is_offloaded(model) and not is_encoder_decoder(model)
+        )
+        by_blocks = options.execution == "blocks" or masker is not None or by_itself
+        runner = BlockwiseModel(model, blocks, options.hidden_states) if by_blocks else None
         if runner is not None and by_itself and masker is None:
             try:
                 runner.prepare(data.tokens[:batch_size])
@@ -182,8 +180,7 @@ def calibrated(
 
 def calibration_signature(
     data: CalibrationText,
-    batch_size: int,
-    execution: Execution,
+    options: CalibrationOptions,
     propagate: Propagate = "dense",
     quantization: Quantization | None = None,
 ) -> dict[str, Any]:
@@ -191,11 +188,11 @@ def calibration_signature(
     loaded.
     """
     about = CalibrationRecord(
-        execution=execution,
+        execution=options.execution,
         propagate=propagate,
         quantization=quantization_record(quantization),
     )
-    return _with_data(about, data, batch_size).as_dict() | {"ids": data.signature}
+    return _with_data(about, data, options.batch_size).as_dict() | {"ids": data.signature}
 
 
 def model_origin(

@@ -41,7 +41,6 @@ from emp_llm.checkpoint.files import (
     sync_path,
     sync_tree,
     warn_of_damage,
-    write_bytes,
     write_own,
 )
 from emp_llm.checkpoint.locks import FileLock, link_sentence, locked
@@ -54,7 +53,7 @@ from emp_llm.common.errors import (
     reason,
     shortened_list,
 )
-from emp_llm.common.machine import OutOfMemory, Times
+from emp_llm.common.machine import OutOfMemory, Stopwatch, Times
 from emp_llm.common.paths import (
     CARD_MARK,
     CARD_NAME,
@@ -176,7 +175,7 @@ class OutputFolder:
                 self._created.append(folder)
             self._open()
             try:
-                self._restore_old()  # if an earlier run stopped between the two renames
+                _restore(self._old, self.path)  # if an earlier run stopped between the two renames
                 if self._old.is_dir():  # or after them
                     shutil.rmtree(self._old)
                 self._check_path()  # another run may have written it in the meantime
@@ -220,13 +219,8 @@ class OutputFolder:
             UserError: an unfinished run with another signature left work, and `overwrite` is false.
         """
         if ranks().main:
-            self._begin({"format": _FORMAT} | signature, machine)
-        self._state = ranks().broadcast(self._state)
-
-    def _begin(self, signature: dict[str, Any], machine: str) -> None:
-        if self._holds_work:
-            difference = describe_difference(self._state.get("signature", {}), signature)
-            if difference is None:
+            signature = {"format": _FORMAT} | signature
+            if self._holds_work and not self._discards(self._state.get("signature", {}), signature):
                 logger.info("%s: resuming the work of an earlier run.", self.work)
                 if (before := self._state.get("machine", machine)) != machine:
                     told = (
@@ -234,15 +228,11 @@ class OutputFolder:
                         "last bits."
                     )
                     logger.warning("warning: %s was begun with %s", self.path, told)
-                return
-            if not self._overwrite:
-                raise self._unfinished(difference)
-            logger.info(
-                "%s: discarding the work of an unfinished run with %s.", self.work, difference
-            )
-        self._empty()
-        self.files.mkdir()
-        self._state = {"signature": signature, "machine": machine}
+            else:
+                self._empty()
+                self.files.mkdir()
+                self._state = {"signature": signature, "machine": machine}
+        self._state = ranks().broadcast(self._state)
 
     def check_leftover(self, known: dict[str, Any]) -> None:
         """Raise the error of `begin` for the part of a signature that is known before the text
@@ -253,22 +243,30 @@ class OutputFolder:
         with contextlib.ExitStack() as stack:
             self._enter()
             stack.push(self)
-            older = self._state.get("signature", {})
             known = {key: value for key, value in known.items() if value is not None}
-            difference = describe_difference({key: older.get(key) for key in known}, known)
-            if self._holds_work and difference is not None and not self._overwrite:
-                raise self._unfinished(difference)
+            older = {key: self._state.get("signature", {}).get(key) for key in known}
+            if self._holds_work and not self._overwrite:
+                self._discards(older, known)
 
     @property
     def left(self) -> dict[str, Any]:
         """The signature of the work that an interrupted run has left; empty if there is none."""
         return (read_own(self._manifest, _Begun) or _Begun()).signature
 
-    def _unfinished(self, difference: str) -> UserError:
-        return UserError(
-            f"{self._subject}: {self.work} holds the work of an unfinished run with {difference}. "
-            "Repeat its command to resume it; to start over, add --overwrite or delete that folder."
-        )
+    def _discards(self, older: dict[str, Any], signature: dict[str, Any]) -> bool:
+        """Whether the unfinished work is of other options, and goes; UserError if it may not."""
+        difference = describe_difference(older, signature)
+        if difference is not None and not self._overwrite:
+            raise UserError(
+                f"{self._subject}: {self.work} holds the work of an unfinished run with "
+                f"{difference}. Repeat its command to resume it; to start over, add --overwrite or "
+                "delete that folder."
+            )
+        if difference is not None:
+            logger.info(
+                "%s: discarding the work of an unfinished run with %s.", self.work, difference
+            )
+        return difference is not None
 
     @property
     def started(self) -> bool:
@@ -309,29 +307,25 @@ class OutputFolder:
             remove(folder / name)
         return kept
 
-    def finish(self, part: str, file: Path, stages: dict[str, Any]) -> None:
-        """Note a finished part of the work, whose file is on disk, with the times of its stages."""
+    def keep(self, part: str, file: Path, stopwatch: Stopwatch) -> None:
+        """Note a finished part of the work, whose file is on disk, with the times so far."""
         digest = file_hash(file) if ranks().main and is_plain(file) else None
-        self.note(**{part: {"hash": digest, "stages": stages}})
+        self.note(**{part: {"hash": digest, "stages": dict(stopwatch.record)}})
 
-    def finished(self, part: str, file: Path) -> dict[str, Any] | None:
-        """The stages of a finished part; None if it is not finished, or, with a warning, if its
-        file is not the one that was noted. A collective call.
+    def has(self, part: str, file: Path, stopwatch: Stopwatch) -> bool:
+        """Whether a part of the work is finished, and then its times are put on the stopwatch. It
+        is not, with a warning, if its file is not the one that was noted. A collective call.
         """
         noted = self.get(part, _Finished)
         if noted is None:
-            return None
+            return False
         if ranks().first(partial(is_intact, file, noted.hash)):
-            return noted.stages
+            stopwatch.record |= noted.stages
+            return True
         if ranks().main:
             warn_of_damage(file)
             remove(file)
-        return None
-
-    def write(self, name: Path | str, content: bytes) -> None:
-        """Write a file into the folder, atomically."""
-        if ranks().main:
-            write_bytes(self.files / name, content)
+        return False
 
     def forget(self) -> None:
         """Discard the notes of finished work, because the work is not valid."""
@@ -343,31 +337,18 @@ class OutputFolder:
         return, all ranks find it there.
         """
         if ranks().main:
-            self._complete()
+            if self._readers != _ANYBODY:
+                for path in (self.files, *self.files.rglob("*")):
+                    enter = self._readers >> 2 if path.is_dir() else 0
+                    path.chmod(path.stat().st_mode & (0o700 | self._readers | enter))
+            sync_tree(self.files)
+            self._check_path()
+            put_in_place(self.files, self.path, self._old)
+            # Of an unfinished run with other options.
+            shutil.rmtree(self.calibration, ignore_errors=True)
+            with contextlib.suppress(OSError):  # the output is complete
+                self._remove()
         ranks().broadcast(None)
-
-    def _complete(self) -> None:
-        if self._readers != _ANYBODY:
-            for path in (self.files, *self.files.rglob("*")):
-                enter = self._readers >> 2 if path.is_dir() else 0
-                path.chmod(path.stat().st_mode & (0o700 | self._readers | enter))
-        sync_tree(self.files)
-        self._check_path()
-        try:
-            if self.path.exists():
-                os.replace(self.path, self._old)
-            os.replace(self.files, self.path)
-            sync_path(self.path.parent)
-        # Then nothing stands under the name but the older output.
-        except (OSError, KeyboardInterrupt, SystemExit):
-            if self.path.exists() and not self.files.exists():
-                os.replace(self.path, self.files)
-            self._restore_old()
-            raise
-        # Of an unfinished run with other options.
-        shutil.rmtree(self.calibration, ignore_errors=True)
-        with contextlib.suppress(OSError):  # the output is complete
-            self._remove()
 
     def _open(self) -> None:
         """Create the work folder if missing, lock it, and read its manifest."""
@@ -410,11 +391,6 @@ class OutputFolder:
             if entry != self._lock.path:
                 remove(entry)
 
-    def _restore_old(self) -> None:
-        """Restore the older output, unless the new one is in its place."""
-        if self._old.is_dir() and not self.path.exists():
-            os.replace(self._old, self.path)
-
     def _check_path(self) -> None:
         if self._expected is not None:
             check_folder(self.path, self._overwrite, self._expected)
@@ -445,6 +421,29 @@ class OutputFolder:
         with contextlib.suppress(OSError):  # an unfinished run may have written a part already
             needed -= bytes_on_disk(self.work)
         check_space(self.path, needed)
+
+
+def put_in_place(files: Path, path: Path, older: Path) -> None:
+    """Rename a folder to a path, and what is there to `older`; or, after an error, leave both where
+    they were.
+    """
+    try:
+        if path.exists():
+            os.replace(path, older)
+        os.replace(files, path)
+        sync_path(path.parent)
+    # Then nothing stands under the name but the older output.
+    except (OSError, KeyboardInterrupt, SystemExit):
+        if path.exists() and not files.exists():
+            os.replace(path, files)
+        _restore(older, path)
+        raise
+
+
+def _restore(older: Path, path: Path) -> None:
+    """Restore an older output, unless the new one is in its place."""
+    if older.is_dir() and not path.exists():
+        os.replace(older, path)
 
 
 def bytes_on_disk(folder: Path) -> int:

@@ -52,6 +52,7 @@ def calibrate(
     """
     load_packages()
     from emp_llm.calibration.data import calibration_data, keep_generated
+    from emp_llm.calibration.passes import calibration_signature
     from emp_llm.checkpoint.agreement import check_agreement
     from emp_llm.checkpoint.checkpoint import Checkpoint
     from emp_llm.checkpoint.output import OutputFile, check_output_file
@@ -62,7 +63,7 @@ def calibrate(
     from emp_llm.models.one_model import OneModel
     from emp_llm.models.placement import parse_device_map, quantization_of
     from emp_llm.pruning.chosen import Chosen
-    from emp_llm.runs.run import Run, collected_norms, signature_of_text
+    from emp_llm.runs import run as runs
 
     scope = Targets(
         targets, layers.ignore, layers.tower, layers.blocks, allow_partial=layers.allow_partial
@@ -85,7 +86,7 @@ def calibrate(
     calibrated_layers = [target.layer for target in chosen]
     check_calibrated(calibrated_layers)
     models = OneModel(loading.device_map, loading.dtype, trust)
-    run = Run(
+    run = runs.Run(
         source=source,
         recipe=Recipe(targets=scope),
         chosen=Chosen(architecture, chosen, coverage),
@@ -96,10 +97,11 @@ def calibrate(
         stopwatch=Stopwatch(),
         quantization=quantization,
     )
-    check_agreement(signature_of_text(run), model=checkpoint)
+    signature = calibration_signature(run.data, text, quantization=quantization)
+    check_agreement(signature, model=checkpoint)
     with OutputFile(output) as out:
         collected = [RELATIVE.name, *further]
-        norms = collected_norms(run, calibrated_layers, collected, out.progress)
+        norms = runs.calibrate(run, calibrated_layers, collected, out.progress)
         if ranks().main:
             norms.save(output)
         keep_generated(output.with_suffix(f".{SELF_NAME.name}"), run.text)

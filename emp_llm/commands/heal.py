@@ -4,9 +4,9 @@ weights that were trained.
 
 import logging
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from emp_llm.cli import command
 from emp_llm.common.declared import Opt
@@ -17,11 +17,7 @@ from emp_llm.options.base import GivenOptions, Some
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions, ReportTo, TrustRemoteCode
 from emp_llm.options.recipe import Heal
-from emp_llm.records.evaluation import CheckRecord
 from emp_llm.records.run_report import RunReport
-
-if TYPE_CHECKING:
-    from emp_llm.runs.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +60,7 @@ def heal(
     """
     load_packages()
     from emp_llm.calibration.data import calibration_data, keep_generated
+    from emp_llm.calibration.passes import calibration_signature
     from emp_llm.calibration.texts import calibration_corpora
     from emp_llm.checkpoint.agreement import check_agreement
     from emp_llm.checkpoint.checkpoint import Checkpoint, config_digest, identity_of
@@ -78,7 +75,6 @@ def heal(
     )
     from emp_llm.healing.memory import HealingPlan
     from emp_llm.healing.tracking import check_tracker
-    from emp_llm.healing.training import healing_warnings
     from emp_llm.hub.local_model import find_model
     from emp_llm.models.architecture import Architecture
     from emp_llm.models.one_model import OneModel
@@ -90,15 +86,7 @@ def heal(
     from emp_llm.records.corpus import samples_of
     from emp_llm.records.run_report import read_report
     from emp_llm.records.source import stage_records
-    from emp_llm.runs.run import (
-        Run,
-        healed,
-        healing_plan,
-        in_minutes,
-        signature_of_text,
-        why_unchecked,
-        write_records,
-    )
+    from emp_llm.runs import run as runs
 
     # Which models, and by which text.
     check_tracker(options.report_to)
@@ -113,8 +101,7 @@ def heal(
     corpora = calibration_corpora(
         options.text_name, max_context(dense.config), options.samples, options.seqlen
     )
-    how = in_steps(how, corpora)
-    recipe = report.recipe.but(heal=how)
+    recipe = report.recipe.but(heal=in_steps(how, corpora))
     pruned = Checkpoint(folder)
     if manifest.source.identity not in (None, identity_of(dense)):
         raise UserError(
@@ -127,49 +114,50 @@ def heal(
         dense, recipe.targets.blocks, options.trust_remote_code
     )
     targets = architecture.targets_of(recipe.targets)
+    chosen = Chosen(architecture, targets, architecture.coverage(targets))
     named = folder if folder.name not in ("", "..") else folder.resolve()
-    run = Run(
+    path = options.output or named.with_name(f"{named.name}-healed")
+    out = OutputFolder(path, [folder, source.folder], pruned.output_bytes, options.overwrite)
+    check_healable(dense.config, targets)
+    check_trains(samples_of(corpora), corpora[0].seqlen or 0)
+    timed = how.minutes is not None
+    if timed:
+        left = ranks().first(lambda: out.left)
+        again = options.overwrite
+        recipe = runs.count_steps(chosen, recipe, options, models, pruned, corpora, left, again)
+    assert recipe.heal is not None
+    wanted = sequences_for(recipe.heal.steps)
+    text = calibration_data(options, architecture, models, training=wanted)
+    models.free()
+    made_of = {"recipe": signed(recipe)} | calibration_signature(text.for_training, options)
+    made_of |= {"dtype": options.dtype, "device_map": options.device_map}
+    made_of["seed"] = options.seed  # of the order of the sequences
+    if timed:
+        made_of["minutes"] = how.minutes
+    check_agreement({"ids": made_of["ids"]} | made_of, pruned=pruned, dense=dense)
+    run = runs.Run(
         source=source,
         recipe=recipe,
-        chosen=Chosen(architecture, targets, architecture.coverage(targets)),
+        chosen=chosen,
         options=options,
-        text=None,
-        path=options.output or named.with_name(f"{named.name}-healed"),
+        text=text,
+        path=path,
         models=models,
         stopwatch=Stopwatch(),
+        held_out=text.held_out,
+        signature={
+            "heals": pruned.states,
+            "configs": [config_digest(folder), config_digest(source.folder)],
+            **made_of,
+        },
     )
-    out = OutputFolder(run.path, [folder, source.folder], pruned.output_bytes, options.overwrite)
-    check_healable(dense.config, run.targets)
-    check_trains(samples_of(corpora), corpora[0].seqlen or 0)
-    minutes = how.minutes
-    if minutes is not None:
-        left = ranks().first(lambda: out.left)
-        how = in_minutes(run, pruned, corpora, left, options.overwrite)
-        recipe = recipe.but(heal=how)
-    wanted = sequences_for(how.steps)
-    text = calibration_data(options, architecture, models, training=wanted)
-    run = replace(run, recipe=recipe, text=text)
-    models.free()
-    of_text = signature_of_text(replace(run, text=run.data.for_training))
-    made_of = (
-        {"recipe": signed(recipe)}
-        | of_text
-        | {
-            "dtype": options.dtype,
-            "device_map": options.device_map,
-            "seed": options.seed,  # of the order of the sequences
-        }
-        | ({} if minutes is None else {"minutes": minutes})
-    )
-    check_agreement({"ids": made_of["ids"]} | made_of, pruned=pruned, dense=dense)
 
     # Train, and write.
     with out:
-        made_of["configs"] = [config_digest(folder), config_digest(source.folder)]
-        out.begin({"heals": pruned.states} | made_of, machine_name())
-        samples, length = run.data.tokens.shape
+        out.begin(run.signature, machine_name())
         kept = out.get("healing_plan", HealingPlan)
-        plan = healing_plan(run, samples, length, kept, by_minutes=minutes is not None)
+        shape = text.tokens.shape
+        plan = runs.choose_healing(chosen, recipe, options, models, shape, timed, kept)
         if "batch_size" in given and plan.by == "model" and plan.device == "cpu":
             logger.warning(
                 "warning: --batch-size has no effect on a CPU: healing takes one sequence at a "
@@ -182,42 +170,25 @@ def heal(
                 copy = out.files / name
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(folder / name, copy)
-            keep_generated(out.files / SELF_NAME, run.text)
+            keep_generated(out.files / SELF_NAME, text)
         ranks().broadcast(None)  # all of them read the copy
-        healing = healed(run, out, plan, options.report_to)
-        with run.stopwatch("check"):
-            report.check = _checked(run, out.files)
+        healing = runs.heal(run, out, plan, report, options.report_to)
+        before = runs.check(run, source.folder)
+        models.free()
+        report.check = runs.check_pruned(run, out.files, before)
         healing.command = command_line()
         report.recipe = recipe
-        report.healing = healing
-        report.unchecked = None if run.data.held_out is not None else why_unchecked(run)
+        report.unchecked = None if text.held_out is not None else runs.why_unchecked(run)
         report.evaluation = None
         report.stages |= stage_records(run.stopwatch.record)
-        report.warnings += healing_warnings(healing)
         if report.sizes is not None:
             report.sizes.mask = 0
         norms = None if manifest.activations is None else manifest.activations.norms
-        write_records(run, out.files, report, manifest.source.identity, norms, {})
+        runs.write_records(run, out.files, report, manifest.source.identity, norms, {})
         out.complete()
     log_warnings(report.warnings)
-    logger.info("written to %s (%.1f s)", run.path, report.stages["heal"].seconds)
+    logger.info("written to %s (%.1f s)", path, report.stages["heal"].seconds)
     return report
-
-
-def _checked(run: "Run", healed: Path) -> CheckRecord | None:
-    """The perplexity of held-out text by the dense and by the healed model."""
-    from emp_llm.runs.run import held_out_perplexity
-
-    if run.data.held_out is None:
-        return None
-    records = []
-    for folder in (run.source.folder, healed):
-        records.append(held_out_perplexity(run, folder, run.data.held_out))
-        run.models.free()
-    before, after = records
-    if before is None or after is None:
-        return None
-    return CheckRecord(text=run.data.name, dense=before, pruned=after)
 
 
 def show(report: RunReport) -> None:

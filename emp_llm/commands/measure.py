@@ -19,7 +19,6 @@ from emp_llm.options.flat import RecipeWords, check_used
 from emp_llm.options.model import LoadingOptions, ModelOptions
 from emp_llm.options.recipe import Effective, Recipe, Score, Targets, score_kinds, searches
 from emp_llm.records.measure import Measure
-from emp_llm.records.source import ModelIdentity, ModelSource
 
 logger = logging.getLogger(__name__)
 CURVE_BETAS = "0.5,0.6,0.7,0.8,0.9,1,1.1,1.2,1.3,1.4,1.5,1.75,2"
@@ -85,8 +84,9 @@ def measure(
 
     budgets = []
     if loss is not None:
-        from emp_llm.runs.loss_budget import LossBudget, LossCurve, within_budgets
+        from emp_llm.runs.loss_budget import LossBudget, within_budgets
         from emp_llm.runs.prune_run import split_held_out
+        from emp_llm.runs.trials import LossCurve
 
         budgets = [LossBudget.of(budget) for budget in parse_list(loss, "--loss")]
     if ranks().count > 1:
@@ -112,7 +112,7 @@ def measure(
         load_packages()
         from emp_llm.calibration.data import CHOOSING, calibration_data, keep_generated
         from emp_llm.models.one_model import OneModel
-        from emp_llm.runs.run import Run, collected_norms
+        from emp_llm.runs.run import Run, calibrate
 
         models = OneModel(loading.device_map, loading.dtype, model.trust_remote_code)
         run = Run(
@@ -134,7 +134,7 @@ def measure(
             with stage("calibrate"):
                 statistics = {name for recipe in recipes for name in recipe.statistics}
                 layers = chosen.layers_to_calibrate()
-                norms = collected_norms(run, layers, statistics, out.progress)
+                norms = calibrate(run, layers, statistics, out.progress)
                 run.models.free()
             keep_generated(path.with_suffix(f".{SELF_NAME.name}"), run.text)
         with stage("measure"):
@@ -163,11 +163,7 @@ def measure(
             run.models.free()
             shutil.rmtree(work, ignore_errors=True)
         record = Measure(
-            source=ModelSource(
-                model=source.name,
-                revision=source.revision,
-                **ModelIdentity.of(source.folder, identity).as_dict(),
-            ),
+            source=source.as_source(identity),
             command=command_line(),
             recipe=recorded(recipes[-1]),
             calibration=None if norms is None else norms.about,

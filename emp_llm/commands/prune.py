@@ -1,29 +1,21 @@
 """`emp-llm prune`: checkpoint (+ activations) -> pruned checkpoint, and a report."""
 
 import logging
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from emp_llm.cli import command
-from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.progress import load_packages, stage
 from emp_llm.common.ranks import check_one_process, ranks
 from emp_llm.options.base import GivenOptions
 from emp_llm.options.flat import RecipeWords
 from emp_llm.options.prune import PruneOptions, checked_recipe
-from emp_llm.options.recipe import ByCost, Recipe
+from emp_llm.options.recipe import Recipe
 from emp_llm.records.run_report import RunReport
 
 if TYPE_CHECKING:
-    from emp_llm.calibration.activations import Activations
-    from emp_llm.checkpoint.output import OutputFolder
     from emp_llm.pruning.dry_run import DryRun
-    from emp_llm.pruning.masks import Pruner
-    from emp_llm.pruning.scores import Scores
     from emp_llm.reporting.push import Destination
-    from emp_llm.runs.prune_run import Inputs, LossSearch, PruneRun
-    from emp_llm.walk.moved import MovedWeights
+    from emp_llm.runs.prune_run import LossSearch, PruneRun
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +46,7 @@ def prune(words: RecipeWords, options: PruneOptions, given: GivenOptions) -> "Ru
 def _planned(recipe: Recipe, options: PruneOptions, given: GivenOptions) -> "DryRun":
     """What `_pruned` would do."""
     from emp_llm.pruning.dry_run import with_curve
-    from emp_llm.runs.prune_run import find_inputs, plan_of
+    from emp_llm.runs.prune_run import find_inputs, find_weights, plan_of
 
     _destination(options)
     if options.loss is not None:
@@ -68,7 +60,7 @@ def _planned(recipe: Recipe, options: PruneOptions, given: GivenOptions) -> "Dry
         from emp_llm.structure.prune_structure import find_units, plan_units
 
         return plan_units(*find_units(inputs, recipe.structure))
-    run, scores = _find_weights(inputs)
+    run, scores = find_weights(inputs)
     planned = plan_of(run)
     if options.loss is not None:
         return planned
@@ -83,14 +75,14 @@ def _pruned(
     Args:
         judged: of a run whose sparsity --loss has found.
     """
-    from emp_llm.runs.prune_run import PruneRun, evaluated, find_inputs
+    from emp_llm.runs.prune_run import evaluated, find_inputs, find_weights, prune_weights
 
     destination = _destination(options)
     inputs = find_inputs(recipe, options, given, judged)
     run: PruneRun
     if recipe.structure is None:
-        run, scores = _find_weights(inputs)
-        report = _prune_weights(run, scores)
+        run, scores = find_weights(inputs)
+        report = prune_weights(run, scores)
     else:
         load_packages()
         from emp_llm.structure.prune_structure import find_units, prune_units
@@ -121,147 +113,6 @@ def _destination(options: PruneOptions) -> "Destination | None":
     if ranks().main and not options.dry_run:
         check_login(destination)
     return destination
-
-
-def _find_weights(inputs: "Inputs") -> "tuple[PruneRun, Scores]":
-    """The run, and the scores by which its weights compete."""
-    from emp_llm.pruning.budget import Budget, with_budget
-    from emp_llm.pruning.chosen import scores_of, targets_of_folder
-    from emp_llm.pruning.masks import check_device
-    from emp_llm.pruning.report import pruned_before
-    from emp_llm.pruning.scores import Scores
-    from emp_llm.runs.prune_run import PruneRun
-
-    options = inputs.options
-    recipe = inputs.recipe
-    source = inputs.source
-    norms = inputs.norms
-    check_device(options.mask_device)
-    if (source.folder / REPORT_NAME).is_file():
-        logger.warning("%s", pruned_before(source.name, recipe))
-    budget = Budget.of(options.parameters, options.memory)
-    trust = options.trust_remote_code
-    chosen = targets_of_folder(source.folder, source.name, recipe, trust, norms is None)
-    if budget is not None:
-        recipe = with_budget(recipe, budget, chosen.checkpoint, chosen.targets)
-        logger.info("%s is a sparsity of %.4f of the targets.", budget.flag, recipe.counts.sparsity)
-    scores = scores_of(chosen, recipe, chosen.checkpoint.config)
-    if norms is not None:
-        scores = scores.with_activations(norms, str(options.activations))
-    run = PruneRun.of(inputs, scores.recipe, chosen)
-    if run.recipe != scores.recipe:  # --heal-minutes became steps
-        scores = Scores(run.checkpoint, run.targets, run.recipe, scores.inputs)
-    return run, scores
-
-
-def _prune_weights(run: "PruneRun", scores: "Scores") -> RunReport:
-    """Write the checkpoint with zeros in the place of weights."""
-    from emp_llm.pruning.counts import counts_of
-    from emp_llm.pruning.masks import Pruner
-    from emp_llm.pruning.scores import Scores
-    from emp_llm.records.run_report import read_report
-    from emp_llm.runs.prune_run import (
-        awaits_evaluation,
-        begin,
-        calibrated,
-        checked,
-        finish,
-        moved_weights,
-        output_of,
-        work_bytes,
-    )
-
-    options = run.options
-    update = run.recipe.update
-    if awaits_evaluation(run):
-        return read_report(run.path)
-    with output_of(run, work_bytes(run)) as out:
-        healing = begin(run, out)
-
-        # Norms of the inputs. With pruned propagation, the masks of a block are decided before the
-        # next is calibrated.
-        propagated = None
-        if options.propagate == "pruned":
-            propagated = Pruner(scores, counts_of(scores), options.mask_device)
-        norms = run.norms
-        if run.calibrates:
-            norms = calibrated(run, out, run.chosen.layers_to_calibrate(), propagated)
-            if run.recipe.needs_activations:
-                scores = scores.with_activations(norms)
-
-        # How many weights of each group stay, which ones, and their values.
-        if run.by_cost is not None:
-            removed = _removed_by_cost(run, run.by_cost.sparsity, norms, out)
-            counts = replace(run.by_cost, shares=ByCost(removed))
-            by_cost = run.recipe.but(counts=counts)
-            scores = Scores(run.checkpoint, run.targets, by_cost, scores.inputs)
-        number = counts_of(scores) if propagated is None else propagated.counts
-        pruner = Pruner(scores, number, options.mask_device)
-        moved = None
-        if update is not None:
-            from emp_llm.pruning.updates import move_weights
-
-            move = partial(
-                move_weights,
-                pruner=pruner,
-                update=update,
-                tokens=run.data.in_turns,
-                batch_size=options.batch_size,
-                hidden_states=options.hidden_states,
-            )
-            moved = moved_weights(run, out, update.name, move, run.targets)
-        dense = checked(run, run.source.folder)
-        if run.suite is None:
-            run.models.free()  # the dense model is no longer needed
-
-        # The first rank writes. Healing trains what was written.
-        report, hashes = ranks().first(partial(_write, run, pruner, moved, out))
-        return finish(run, out, report, hashes, norms, dense, healing)
-
-
-def _removed_by_cost(
-    run: "PruneRun", sparsity: float, norms: "Activations | None", out: "OutputFolder"
-) -> dict[str, int]:
-    """How many weights each target loses, measured now or by an interrupted run."""
-    from emp_llm.runs.block_shares import removed_by_cost
-    from emp_llm.runs.loss_budget import LossCurve
-
-    removed = out.get("shares", dict[str, int])
-    sizes = {target.name: target.matrix.numel for target in run.targets}
-    if (
-        removed is None
-        or removed.keys() != sizes.keys()
-        or not all(0 <= number <= sizes[name] for name, number in removed.items())
-    ):
-        assert run.deciding is not None
-        with stage("shares"), run.stopwatch("shares"):
-            device = run.options.mask_device
-            curve = LossCurve(run, run.deciding, device, out.work / "curve")
-            removed = removed_by_cost(sparsity, curve, run.targets, norms)
-        out.note(shares=removed)
-    return removed
-
-
-def _write(
-    run: "PruneRun",
-    pruner: "Pruner",
-    moved: "MovedWeights | None",
-    out: "OutputFolder",
-) -> tuple[RunReport, dict[str, str]]:
-    """Write the shards and side files; the report so far, and the hash of each shard."""
-    from emp_llm.pruning.report import report_of
-    from emp_llm.pruning.starving import starving_rows
-    from emp_llm.pruning.writing import write_checkpoint
-
-    with stage("prune"), run.stopwatch("prune"):
-        written = write_checkpoint(pruner, out.files, out, moved)
-        starving = starving_rows(pruner, written.outcomes)
-    report = report_of(
-        run.made_from(written.identity), pruner, written.outcomes, run.chosen.coverage, moved
-    )
-    if starving is not None:
-        report.warnings.insert(0, starving)
-    return report, written.hashes
 
 
 def show(result: "RunReport | DryRun") -> None:

@@ -224,7 +224,6 @@ def evaluate_checkpoint(
     report: RunReport,
     prepared: PreparedSuite,
     models: OneModel,
-    device_map: str,
     stopwatch: Stopwatch,
     dense: Measures | None = None,
 ) -> RunReport:
@@ -249,7 +248,7 @@ def evaluate_checkpoint(
             for name in ("dense", "pruned")[len(measured) :]:
                 model = models_of[name]
                 results = new_results(
-                    model, prepared.suite, prepared.batch_size, models.dtype, device_map
+                    model, prepared.suite, prepared.batch_size, models.dtype, models.device_map
                 )
                 path = folder / f"{name}.json"
                 try:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from emp_llm.checkpoint.checkpoint import why_not_gguf
 from emp_llm.common.errors import UserError
+from emp_llm.records.source import ModelIdentity, ModelSource
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,11 @@ class LocalModel:
     def short_name(self) -> str:
         """The name without owner or path, for the names of outputs."""
         return self.folder.name if self.revision is None else self.name.rpartition("/")[2]
+
+    def as_source(self, identity: str) -> ModelSource:
+        """The model of an identity, as reports name it."""
+        known = ModelIdentity.of(self.folder, identity).as_dict()
+        return ModelSource(model=self.name, revision=self.revision, **known)
 
 
 def find_model(

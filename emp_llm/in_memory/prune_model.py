@@ -3,7 +3,8 @@
 import copy
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypedDict, Unpack
@@ -211,6 +212,7 @@ class _Calibration:
 
     Attributes:
         text: how the data is cut into sequences, and how many run at a time.
+        config: of the model, if it is one of transformers.
     """
 
     data: Any
@@ -218,14 +220,12 @@ class _Calibration:
     text: CalibrationOptions
     activations: Activations | Path | str | None
     propagate: Propagate
-    _read: list[CalibrationText | None] = field(default_factory=list)
+    config: Any = None
 
-    def sequences(self, model: nn.Module) -> CalibrationText | None:
+    @cached_property
+    def sequences(self) -> CalibrationText | None:
         """The data as token ids, read once; None if it is batches."""
-        config: Any = model.config if isinstance(model, PreTrainedModel) else None
-        if not self._read:
-            self._read.append(data_in_memory(self.data, self.tokenizer, self.text, config))
-        return self._read[0]
+        return data_in_memory(self.data, self.tokenizer, self.text, self.config)
 
 
 def _calibration_of(
@@ -269,7 +269,9 @@ def _opened(
         raise UserError(
             f"model is a {type(model).__name__}; give a model in memory, its folder or a Hub id."
         )
-    return plain_model(model), calibration
+    plain = plain_model(model)
+    config = plain.config if isinstance(plain, PreTrainedModel) else None
+    return plain, replace(calibration, config=config)
 
 
 def _decide(
@@ -389,7 +391,7 @@ def _norms(
             f"{filters} is a convolution, which has no norms of input features. Use a magnitude "
             "method, or targets without it."
         )
-    sequences = calibration.sequences(model)
+    sequences = calibration.sequences
     layers = [layer for layer in chosen.layers_to_calibrate() if not is_convolution(model, layer)]
     if sequences is not None:
         check_calibrated(layers)
@@ -403,7 +405,7 @@ def _norms(
             sequences,
             layers,
             about,
-            batch_size=batch_size,
+            calibration.text,
             statistics=recipe.statistics,
             masker=masker,
             blocks=recipe.targets.blocks,
@@ -429,7 +431,7 @@ def _held_out(model: nn.Module, calibration: _Calibration) -> CalibrationText | 
         return None
     if calibration.data is None or model.get_output_embeddings() is None:
         return None
-    sequences = calibration.sequences(model)
+    sequences = calibration.sequences
     return None if sequences is None or sequences.held_out is None else sequences
 
 
@@ -453,7 +455,7 @@ def _moved(
     update = pruner.scores.recipe.update
     if update is None or not isinstance(model, PreTrainedModel):
         return None
-    sequences = calibration.sequences(model)
+    sequences = calibration.sequences
     if sequences is None:
         raise UserError(
             "data: batches cannot run block by block, as a fit of weights does; "

@@ -914,6 +914,17 @@ class Recipe:
         return self.update is not None or self.heal is not None
 
     @property
+    def by_cost(self) -> Share | None:
+        """The counts, if blocks lose by what their weights cost; None for others."""
+        counts = self.counts
+        return counts if isinstance(counts, Share) and isinstance(counts.shares, ByCost) else None
+
+    @property
+    def sums_units(self) -> bool:
+        """Whether units are scored by sums over the text."""
+        return self.structure is not None and self.name in UNIT_CRITERIA
+
+    @property
     def update_flag(self) -> str:
         """The option that asks for the update."""
         return f"--method {self.method}" if self.searches else "--refit"
@@ -955,7 +966,7 @@ class Recipe:
             "--sparsity": isinstance(counts, Effective)
             and counts.sparsity is not None
             and not self.counts_by_magnitude,
-            "--shares cost": isinstance(counts, Share) and isinstance(counts.shares, ByCost),
+            "--shares cost": self.by_cost is not None,
             "--group all": self.group == "all",
         }
         for flag, given in of_all.items():

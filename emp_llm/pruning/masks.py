@@ -179,44 +179,44 @@ class Pruner:
                 outcomes.append(outcome_of(target, rows, self.counts, selector))
         return Outcomes(outcomes, whole_of(self.counts, selector))
 
-    def masks(self) -> "Callable[[Target], Tensor]":
-        """A function from a target to its mask: bool, shape (rows, columns), true for kept weights.
-
-        A weight whose bits are zero counts as removed.
+    def cut_all(self) -> "tuple[GroupSelector, dict[str, int]] | None":
+        """The cut of all targets as one group, and how many of the scores at it are kept before
+        each target, by name; None for smaller groups.
         """
-        of_all = self.counts.group == "all"
-        places = {target.name: place for place, target in enumerate(self.targets)}
-        selector: GroupSelector | None = None
-        # Of a group of all: how many scores at its cut are kept before each target, as far as that
-        # is known.
-        ties = [0]
+        if self.counts.group != "all":
+            return None
+        before = {}
+        with self.checkpoint.open_files() as files:
+            selector = self.cut(self.targets, files)
+            assert selector is not None
+            for target in self.targets:
+                before[target.name] = selector.kept_ties
+                for _ in self.pruned(target, files, selector):
+                    pass
+        return selector, before
 
-        def mask_of(target: Target) -> "Tensor":
-            import torch
+    def mask_of(
+        self, target: Target, of_all: "tuple[GroupSelector, dict[str, int]] | None" = None
+    ) -> "Tensor":
+        """The mask of a target: bool, shape (rows, columns), true for kept weights. A weight whose
+        bits are zero counts as removed.
 
-            nonlocal selector
-            place = places[target.name]
-            mask = torch.empty((target.matrix.rows, target.matrix.columns), dtype=torch.bool)
-            with self.checkpoint.open_files() as files:
-                if selector is None or not of_all:
-                    selector = self.cut(self.targets if of_all else [target], files)
-                if of_all and selector is not None:
-                    # Of equal scores, theirs come first.
-                    for other in self.targets[len(ties) - 1 : place]:
-                        selector.kept_ties = ties[-1]
-                        for _ in self.pruned(other, files, selector):
-                            pass
-                        ties.append(selector.kept_ties)
-                    selector.kept_ties = ties[place]
-                for chunk in self.pruned(target, files, selector):
-                    mask[chunk.first : chunk.first + len(chunk.words)] = torch.from_numpy(
-                        chunk.words != 0
-                    )
-                if selector is not None and len(ties) == place + 1:
-                    ties.append(selector.kept_ties)
-            return mask
+        Args:
+            of_all: from `cut_all`.
+        """
+        import torch
 
-        return mask_of
+        mask = torch.empty((target.matrix.rows, target.matrix.columns), dtype=torch.bool)
+        with self.checkpoint.open_files() as files:
+            if of_all is None:
+                selector = self.cut([target], files)
+            else:
+                selector, before = of_all
+                selector.kept_ties = before[target.name]
+            for chunk in self.pruned(target, files, selector):
+                rows = torch.from_numpy(chunk.words != 0)
+                mask[chunk.first : chunk.first + len(rows)] = rows
+        return mask
 
     def mask(self, target: Target, activations: "Activations") -> "Tensor":
         """The mask of a target, before the inputs of other targets are known.
@@ -232,7 +232,7 @@ class Pruner:
         """
         scores = Scores(self.checkpoint, [target], self.scores.recipe)
         scores = scores.with_activations(activations)
-        return Pruner(scores, self.counts, self._device).masks()(target)
+        return Pruner(scores, self.counts, self._device).mask_of(target)
 
     def by_reference(self, target: Target, first: int) -> bool:
         """Whether the reference decides the chunk that begins with a row, for a group of rows."""

@@ -2,7 +2,7 @@
 masks, and its place in the run.
 """
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ def move_weights(
         batch_size, hidden_states: of `update_model`.
     """
     recipe = pruner.scores.recipe
-    mask_of = pruner.masks()
+    mask_of = partial(pruner.mask_of, of_all=pruner.cut_all())
     update_model(
         model,
         pruner.targets,

@@ -26,8 +26,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.given_norms import given_norms
 from emp_llm.checkpoint.files import (
@@ -45,24 +43,18 @@ from emp_llm.checkpoint.output import (
     check_space,
 )
 from emp_llm.common.errors import NothingRemovedError, UserError
-from emp_llm.common.machine import Stopwatch, machine_name
+from emp_llm.common.machine import machine_name
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.progress import stage
-from emp_llm.evaluation.comparison import cheaper, losses_of, paired_error_of_losses
-from emp_llm.evaluation.perplexity import perplexity
+from emp_llm.evaluation.comparison import cheaper
 from emp_llm.models.loading import headless_class
 from emp_llm.options.base import GivenOptions
-from emp_llm.options.model import MaskDevice
 from emp_llm.options.prune import PruneOptions
 from emp_llm.options.recipe import Effective, Recipe, Share, Wanda
 from emp_llm.pruning.chosen import scores_of, targets_of_folder
-from emp_llm.pruning.counts import Numbers, counts_of
-from emp_llm.pruning.masks import Pruner
 from emp_llm.pruning.outcome import Outcomes
 from emp_llm.pruning.report import sizes_record
-from emp_llm.pruning.scores import Scores
 from emp_llm.records.base import Part
-from emp_llm.records.evaluation import PerplexityRecord
 from emp_llm.records.measure import LossEntry, LossMeasure
 from emp_llm.records.run_report import LossPoint, LossRecord, RunReport, read_report
 from emp_llm.runs.prune_run import (
@@ -70,15 +62,16 @@ from emp_llm.runs.prune_run import (
     LossSearch,
     PruneRun,
     find_inputs,
+    make_run,
     output_of,
     planned_healing,
     work_bytes,
 )
-from emp_llm.runs.run import Run, dense_model, norms_in
-from emp_llm.runs.trials import Trials
+from emp_llm.runs.run import norms_in
+from emp_llm.runs.trials import LossCurve
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 logger = logging.getLogger(__name__)
 _POINTS = 8  # of the curve, for one share
@@ -94,7 +87,6 @@ _AIM = 0.95  # of the budget, for a run that cannot be repeated
 _CAREFUL = 0.75  # for one after one that went beyond it
 _MOST_RUNS = 4
 _MOST_NATS = 0.3  # as a budget without "%": a rise of 35 %
-_RUINED = 700.0  # nats: the rise of a model whose loss is not finite
 _OWN = ("*curve.json*", "*activations.safetensors*", "calibration", "checkpoint", "*removed-*")
 
 
@@ -184,7 +176,7 @@ def _find(inputs: Inputs, work: Path) -> PruneRun:
         raise UserError("--loss measures the loss of a decoder with a head. Give --sparsity.")
     if recipe.structure is None:
         scores_of(chosen, recipe, checkpoint.config)
-    run = PruneRun.of(inputs, recipe, chosen)
+    run = make_run(inputs, recipe, chosen)
     plan = planned_healing(run)
     if recipe.structure is not None or recipe.moves:
         # The best run so far, and the one that is made with its work.
@@ -260,66 +252,6 @@ def next_point(
         elif high - wanted < _NEAR / 2:
             wanted = high - 0.9 * _NEAR
     return min(between, key=lambda untried: abs(untried - wanted))
-
-
-class LossCurve:
-    """The perplexity of held-out text against the share of the weights that masks remove.
-
-    Args:
-        run: its dense model, targets and models.
-        tokens: the held-out text, int64, shape (sequences, length).
-        mask_device: of `Pruner`.
-        work: folder for the checkpoint of a point, where the weights are offloaded.
-    """
-
-    def __init__(self, run: Run, tokens: Tensor, mask_device: MaskDevice, work: Path) -> None:
-        self.run = run
-        self.tokens = tokens
-        self._mask_device: MaskDevice = mask_device
-        self._trials = Trials(run, work / "checkpoint")
-        self._numbers: Numbers = {}
-
-    @cached_property
-    def dense(self) -> PerplexityRecord:
-        """The dense model's perplexity."""
-        return self.measured(dense_model(self.run))
-
-    def measured(self, model: "PreTrainedModel") -> PerplexityRecord:
-        """A model's perplexity."""
-        return perplexity(model, self.tokens.flatten(), self.tokens.shape[1], batch_size=1)
-
-    def point(self, record: PerplexityRecord, sparsity: float, whole: bool) -> LossPoint:
-        """A point from what its model measured."""
-        rise = math.log(record.value / self.dense.value)
-        error = paired_error_of_losses(losses_of(record), losses_of(self.dense)) or 0.0
-        if not math.isfinite(rise + error):  # a ruined model
-            rise = _RUINED
-            error = 0.0
-        point = LossPoint(sparsity=sparsity, rise=rise, error=error, whole_run=whole)
-        change = 100 * math.expm1(min(rise, 50.0))
-        # The result shows all points.
-        logger.debug(
-            "%s%.1f %% removed: perplexity %+.2f %%", "pruned, " * whole, 100 * sparsity, change
-        )
-        return point
-
-    def of_masks(
-        self, recipe: Recipe, norms: Activations | None
-    ) -> tuple[PerplexityRecord, Outcomes]:
-        """The perplexity of the model with a recipe's masks, and the outcomes of the masks.
-
-        Args:
-            norms: of the calibration; None if the scores need none.
-        """
-        run = self.run
-        scores = Scores(run.checkpoint, run.targets, recipe)
-        if norms is not None and recipe.needs_activations:
-            scores = scores.with_activations(norms)
-        pruner = Pruner(scores, counts_of(scores, self._numbers), self._mask_device)
-        _ = self.dense
-        with self._trials.pruned(pruner, Stopwatch(peaks=False)) as (folder, outcomes):
-            record = self.measured(run.models.get(folder))
-        return record, outcomes
 
 
 def walked(
@@ -408,59 +340,57 @@ class _State(Part, kw_only=True):
     points: list[LossPoint]
 
 
+@dataclass(frozen=True)
 class _Search:
-    """The curve of a model, and what its points are measured with.
+    """The search for the sparsity.
 
-    Args:
+    Attributes:
         run: with --loss.
         given: the names of the options that the user gave.
         work: folder of unfinished work, beside the output.
         prune: for a recipe with a sparsity.
     """
 
-    def __init__(
-        self,
-        run: PruneRun,
-        given: GivenOptions,
-        budget: LossBudget,
-        work: Path,
-        prune: Prune,
-    ) -> None:
-        assert run.deciding is not None
-        assert run.held_out is not None
-        recipe = run.recipe
-        self._run = run
-        self._given = given
-        self._budget = budget
-        self._work = work
-        self._calibration = work / "calibration"
-        self._prune = prune
-        self._deciding = run.deciding
-        self._judges = run.held_out
-        self._masks = recipe.but(update=None, heal=None)
-        if recipe.update is not None and recipe.update.searches:
-            # Its masks are like those of Wanda. Its counts stay those of the magnitudes.
-            counts = recipe.counts
-            if isinstance(counts, Effective):
-                counts = replace(counts, count_by="magnitude")
-            self._masks = self._masks.but(score=Wanda(), counts=counts)
-        self._curve = LossCurve(run, self._deciding, run.options.mask_device, work)
-        self._state = self._resumed()
+    run: PruneRun
+    given: GivenOptions
+    budget: LossBudget
+    work: Path
+    prune: Prune
 
-    def _resumed(self) -> "_State":
+    @cached_property
+    def _masks(self) -> Recipe:
+        """The recipe of the masks alone."""
+        recipe = self.run.recipe
+        masks = recipe.but(update=None, heal=None)
+        if recipe.update is None or not recipe.update.searches:
+            return masks
+        # Those of a search are like Wanda's. Its counts stay those of the magnitudes.
+        counts = recipe.counts
+        if isinstance(counts, Effective):
+            counts = replace(counts, count_by="magnitude")
+        return masks.but(score=Wanda(), counts=counts)
+
+    @cached_property
+    def _curve(self) -> LossCurve:
+        assert self.run.deciding is not None
+        return LossCurve(self.run, self.run.deciding, self.run.options.mask_device, self.work)
+
+    @cached_property
+    def _state(self) -> "_State":
         """The work of an interrupted run with the same options; without one, new work."""
-        signature = self._run.signature | {"loss": self._budget.flag, "machine": machine_name()}
-        if self._run.options.activations is not None and self._norms is not None:
+        run = self.run
+        signature = run.signature | {"loss": self.budget.flag, "machine": machine_name()}
+        if run.options.activations is not None and self._norms is not None:
             signature["norms"] = self._norms.digest
         signature = json.loads(json.dumps(signature))
-        check_own(self._work, _OWN, ("curve.json",))
-        check_own(self._calibration, CALIBRATION_FILES)
-        file = self._work / "curve.json"
+        check_own(self.work, _OWN, ("curve.json",))
+        check_own(self.work / "calibration", CALIBRATION_FILES)
+        file = self.work / "curve.json"
         held = read_own(file, _State)
         if held is not None and held.signature == signature:
             return held
-        remove(self._work)
-        self._work.mkdir(parents=True)
+        remove(self.work)
+        self.work.mkdir(parents=True)
         state = _State(signature=signature, points=[])
         write_own(file, state.as_dict())
         return state
@@ -470,14 +400,14 @@ class _Search:
         """The norms of the masks, calibrated once; None if their scores need none."""
         if not self._masks.needs_activations:
             return None
-        run = self._run
+        run = self.run
         options = run.options
         if options.activations is not None:
-            return given_norms(options, self._masks, self._given)
+            return given_norms(options, self._masks, self.given)
         if run.recipe.structure is not None:  # each run collects its own
             return None
-        file = self._work / "activations.safetensors"
-        return norms_in(run, file, self._masks.statistics, self._calibration)
+        file = self.work / "activations.safetensors"
+        return norms_in(run, file, self._masks.statistics, self.work / "calibration")
 
     def _points(self, whole: bool = False) -> dict[float, LossPoint]:
         points = self._state.points
@@ -485,7 +415,7 @@ class _Search:
 
     def _keep(self, point: LossPoint) -> LossPoint:
         self._state.points.append(point)
-        write_own(self._work / "curve.json", self._state.as_dict())
+        write_own(self.work / "curve.json", self._state.as_dict())
         return point
 
     def _masked(self, sparsity: float) -> LossPoint:
@@ -499,7 +429,7 @@ class _Search:
     def _largest(self, nats: float) -> float | None:
         """The largest sparsity whose masks keep to a rise; None if even the least goes beyond."""
         with stage("loss"):
-            sparsities = sparsities_of(self._run.recipe)
+            sparsities = sparsities_of(self.run.recipe)
             rises = walked(sparsities, nats, lambda sparsity: self._masked(sparsity).most)
         return max((sparsity for sparsity, rise in rises.items() if rise <= nats), default=None)
 
@@ -508,33 +438,33 @@ class _Search:
         points = sorted([*self._points().values(), *self._points(True).values()], key=_by_sparsity)
         none = max((point.sparsity for point in points if point.removes_nothing), default=None)
         curve = "; ".join(point.words for point in points if not point.removes_nothing)
-        shutil.rmtree(self._work)
-        instead = cheaper(self._run.recipe)
-        structure = self._run.recipe.structure
+        shutil.rmtree(self.work)
+        instead = cheaper(self.run.recipe)
+        structure = self.run.recipe.structure
         message = ""
         if structure is not None and none is not None:
             message = f"up to {100 * none:.1f} % all {' and '.join(structure.removed)} stay, and "
             if (structure.width_multiple or 1) > 1:
                 instead.append("a lower --width-multiple")
         return UserError(
-            f"{self._budget.flag} removes nothing: {message}the least that was "
+            f"{self.budget.flag} removes nothing: {message}the least that was "
             f"{'tried' if none is None else 'removed'} goes beyond it ({curve}). Allow more"
             f"{', or use ' * bool(instead)}{' or '.join(instead)}."
         )
 
     def by_masks(self) -> RunReport:
         """Prune by masks that keep to the budget."""
-        taken = self._largest(self._budget.nats)
+        taken = self._largest(self.budget.nats)
         if taken is None:
             raise self._nothing()
-        return self._pruned(taken, self._run.path, self._run.options.overwrite)
+        return self._pruned(taken, self.run.path, self.run.options.overwrite)
 
     def by_runs(self) -> RunReport:
         """Prune by whole runs, two at most if one of them keeps to the budget, and put the best
         one that does at the path. If none does, one more is made where the masks alone do.
         """
-        nats = self._budget.nats
-        share = _SHARE_OF_UPDATE if self._run.recipe.heal is None else _SHARE_OF_HEALING
+        nats = self.budget.nats
+        share = _SHARE_OF_UPDATE if self.run.recipe.heal is None else _SHARE_OF_HEALING
         of_masks = _AIM * nats / share
         for number in range(1, _MOST_RUNS + 1):
             points = self._points(whole=True)
@@ -543,8 +473,7 @@ class _Search:
                 wanted = self._largest(of_masks) or min(self._points())
                 if wanted in points:
                     break
-                self._keep(self._whole(wanted))
-                self._drop_others()
+                self._try(wanted)
             point = list(self._points(whole=True).values())[-1]
             near = 0.85 * nats <= point.most <= nats
             if near or (number >= 2 and self._best() is not None):
@@ -555,38 +484,36 @@ class _Search:
         if self._best() is None:
             # The last resort is where masks alone keep to the budget: moving weights seldom harms.
             safe = self._largest(nats)
-            if safe is not None and safe not in self._points(whole=True):
-                self._keep(self._whole(safe))
-                self._drop_others()
+            if safe is not None:
+                self._try(safe)
         return self._put()
 
     def by_units(self) -> RunReport:
         """Prune by a whole run for each point, and put the best one that keeps to the budget at
         the path.
         """
-        structure = self._run.recipe.structure
-        sparsities = sparsities_of(self._run.recipe)
+        structure = self.run.recipe.structure
+        sparsities = sparsities_of(self.run.recipe)
         if structure is not None and structure.units == "layers":
-            layers = len({target.layer.block for target in self._run.targets} - {None})
+            layers = len({target.layer.block for target in self.run.targets} - {None})
             sparsities = [number / layers for number in range(1, layers)]
-        rises: dict[float, float] = {}
-        while (wanted := next_point(sparsities, rises, self._budget.nats)) is not None:
-            known = self._points(whole=True).get(wanted)
-            rises[wanted] = (known or self._keep(self._whole(wanted))).most
-            self._drop_others()
+        walked(sparsities, self.budget.nats, lambda sparsity: self._try(sparsity).most)
         return self._put()
 
-    def _drop_others(self) -> None:
-        """Delete the checkpoints of all whole runs but the best one."""
+    def _try(self, sparsity: float) -> LossPoint:
+        """The point of a whole run. Of the checkpoints, the best one stays."""
+        known = self._points(whole=True).get(sparsity)
+        point = known or self._keep(self._whole(sparsity))
         best = self._best()
-        for folder in self._work.glob("removed-*"):
+        for folder in self.work.glob("removed-*"):
             if best is None or folder != self._folder(best.sparsity):
                 shutil.rmtree(folder)
+        return point
 
     def _best(self) -> LossPoint | None:
         """The whole run that removes most within the budget."""
         good = (
-            point for point in self._points(whole=True).values() if point.most <= self._budget.nats
+            point for point in self._points(whole=True).values() if point.most <= self.budget.nats
         )
         return max(good, key=_by_sparsity, default=None)
 
@@ -604,7 +531,8 @@ class _Search:
         report = read_report(folder)
         report.loss = self._judged(best.sparsity).record
         report.save(folder / REPORT_NAME)
-        with output_of(self._run, -self._run.checkpoint.output_bytes) as out:
+        checkpoint = self.run.checkpoint
+        with output_of(self.run.inputs, checkpoint, -checkpoint.output_bytes) as out:
             out.begin(self._state.signature)
             out.files.rmdir()
             os.replace(folder, out.files)  # the disk need not hold it twice
@@ -612,15 +540,15 @@ class _Search:
         return report
 
     def _folder(self, sparsity: float) -> Path:
-        return self._work / f"removed-{sparsity:g}"
+        return self.work / f"removed-{sparsity:g}"
 
     def _pruned(self, sparsity: float, path: Path, overwrite: bool) -> RunReport:
         """A whole run at a sparsity."""
-        run = self._run
+        run = self.run
         judged = self._judged(sparsity)
         run.models.free()
         options = replace(run.options, loss=None, output=path, overwrite=overwrite)
-        return self._prune(run.recipe.at(sparsity), options, self._given, judged)
+        return self.prune(run.recipe.at(sparsity), options, self.given, judged)
 
     def _whole(self, sparsity: float) -> LossPoint:
         """The point of a whole run."""
@@ -630,7 +558,7 @@ class _Search:
         except NothingRemovedError:  # less than one unit
             return LossPoint(sparsity=sparsity, rise=0.0, error=0.0, whole_run=True)
         _ = self._curve.dense
-        models = self._run.models
+        models = self.run.models
         models.free()
         record = self._curve.measured(models.get(folder))
         models.free()
@@ -639,18 +567,19 @@ class _Search:
     def _judged(self, sparsity: float) -> LossSearch:
         """What the run at a sparsity needs."""
         record = LossRecord(
-            flag=self._budget.flag,
-            budget=self._budget.nats,
+            flag=self.budget.flag,
+            budget=self.budget.nats,
             sparsity=sparsity,
-            sequences=len(self._deciding),
-            length=self._deciding.shape[1],
+            sequences=len(self._curve.tokens),
+            length=self._curve.tokens.shape[1],
             dense=self._curve.dense.value,
             points=sorted(
                 [*self._points().values(), *self._points(whole=True).values()], key=_by_sparsity
             ),
         )
-        norms = self._norms if self._run.recipe.needs_activations else None
-        return LossSearch(self._judges, norms, record)
+        norms = self._norms if self.run.recipe.needs_activations else None
+        assert self.run.held_out is not None
+        return LossSearch(self.run.held_out, norms, record)
 
 
 def _by_sparsity(point: LossPoint) -> tuple[float, bool]:

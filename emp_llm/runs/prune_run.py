@@ -4,8 +4,8 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,11 @@ import msgspec
 from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
 from emp_llm.calibration.texts import calibration_corpora, self_notes
 from emp_llm.checkpoint.agreement import check_agreement
-from emp_llm.checkpoint.files import read_json
+from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch, machine_name
-from emp_llm.common.paths import SELF_NAME
+from emp_llm.common.paths import ACTIVATIONS_NAME, REPORT_NAME, SELF_NAME
 from emp_llm.common.progress import load_packages, stage
 from emp_llm.common.ranks import ranks
 from emp_llm.healing.checks import (
@@ -34,11 +34,13 @@ from emp_llm.hub.local_model import LocalModel, find_model
 from emp_llm.models.architecture import Target
 from emp_llm.models.layers import Layer
 from emp_llm.models.one_model import OneModel
-from emp_llm.models.placement import max_context, parse_device_map, quantization_of
+from emp_llm.models.placement import Quantization, max_context, parse_device_map, quantization_of
 from emp_llm.options.base import GivenOptions
 from emp_llm.options.prune import PruneOptions, check_wanted
-from emp_llm.options.recipe import UNIT_CRITERIA, ByCost, Recipe, Share
-from emp_llm.pruning.chosen import Chosen, stored_bytes
+from emp_llm.options.recipe import ByCost, Recipe
+from emp_llm.pruning.budget import Budget, with_budget
+from emp_llm.pruning.chosen import Chosen, scores_of, stored_bytes, targets_of_folder
+from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.dry_run import (
     DryRun,
     healing_notes,
@@ -46,21 +48,23 @@ from emp_llm.pruning.dry_run import (
     planned_layers,
     resume_bytes,
 )
-from emp_llm.pruning.report import log_warnings
-from emp_llm.pruning.writing import run_signature
+from emp_llm.pruning.masks import Pruner, check_device
+from emp_llm.pruning.report import log_warnings, pruned_before, report_of
+from emp_llm.pruning.scores import Scores
+from emp_llm.pruning.starving import starving_rows
+from emp_llm.pruning.writing import run_signature, write_checkpoint
 from emp_llm.records.corpus import Corpus, samples_of
-from emp_llm.records.evaluation import CheckRecord
-from emp_llm.records.run_report import LossRecord, RunReport
+from emp_llm.records.run_report import LossRecord, RunReport, read_report
 from emp_llm.records.source import stage_records
 from emp_llm.runs.run import (
     Run,
-    collected_norms,
+    calibrate,
+    check,
+    check_pruned,
+    choose_healing,
+    count_steps,
     dense_model,
-    healed,
-    healing_plan,
-    held_out_perplexity,
-    in_minutes,
-    signature_of_text,
+    heal,
     why_unchecked,
     write_records,
 )
@@ -69,6 +73,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from emp_llm.calibration.activations import Activations
+    from emp_llm.calibration.data import CalibrationText
     from emp_llm.calibration.passes import Masker
     from emp_llm.evaluation.evaluate import PreparedSuite
     from emp_llm.evaluation.suites import Suite
@@ -96,7 +101,7 @@ class LossSearch:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the options of a `prune` name, before its targets are known.
+    """What the options of a `prune` name, before its targets are known, and what the run needs.
 
     Attributes:
         recipe, options: as the user gave them.
@@ -123,125 +128,18 @@ class Inputs:
         name = name if structure is None else f"{structure.units}-{name}"
         return self.options.output or Path(f"{self.source.short_name}-{name}")
 
-
-def find_inputs(
-    recipe: Recipe, options: PruneOptions, given: GivenOptions, judged: LossSearch | None = None
-) -> Inputs:
-    """What checked options name.
-
-    Raises:
-        UserError: the model, the suite or the file of norms is missing, or a healing has too few
-            tokens for a step.
-    """
-    if options.device_map != "auto":
-        parse_device_map(options.device_map)
-    norms = None
-    if judged is not None:
-        norms = judged.norms
-    elif options.loss is None and not _sums_units(recipe):
-        checks = options.check and options.evaluate is None
-        norms = given_norms(options, recipe, given, checks=checks)
-    suite = None
-    if options.evaluate is not None:
-        from emp_llm.evaluation.suites import find_suite
-
-        suite = find_suite(options.evaluate)
-    trust = options.trust_remote_code
-    source = find_model(options.model, options.revision, trust, headers_suffice=options.dry_run)
-    if recipe.heal is not None:
-        check_tracker(options.report_to)
-        corpora = _corpora(options, read_json(source.folder / "config.json"))
-        recipe = recipe.but(heal=in_steps(recipe.heal, corpora))
-    return Inputs(recipe, options, given, source, norms, judged, suite)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PruneRun(Run):
-    """A run of `prune`.
-
-    Attributes:
-        recipe: with counts of its own: the targets are known.
-        norms: of a file, or of a search by --loss; None: the run collects them, or needs none.
-        judged: of a run whose sparsity --loss has found; else None.
-        suite: evaluates both models; None: there is no evaluation, or the run is dry.
-        baseline: earlier results of the dense model; None: there are none.
-        deciding: held-out sequences that decide how much goes; None: none do.
-        held_out: the sequences that the run is checked on; None if it has none.
-        made_of: what the checkpoint depends on beside model, recipe, norms and text.
-    """
-
-    options: PruneOptions
-    norms: "Activations | None"
-    judged: LossSearch | None
-    suite: "PreparedSuite | None" = None
-    baseline: "Measures | None" = None
-    deciding: "Tensor | None" = None
-    held_out: "Tensor | None" = None
-    made_of: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls,
-        inputs: Inputs,
-        recipe: Recipe,
-        chosen: Chosen,
-        made_of: dict[str, Any] | None = None,
-    ) -> "PruneRun":
-        """The run, with the text and the suite, which are read before a model is loaded, to fail
-        early. A dry run reads neither. A collective call.
-
-        Raises:
-            UserError: the model cannot heal, or not on so few sequences; the output may not be
-                written, or holds other work; or the text or the data of the suite is missing, or
-                does not do; or a rank reads something else.
-        """
-        options = inputs.options
-        stopwatch = Stopwatch()
-        run = cls(
-            source=inputs.source,
-            recipe=recipe,
-            chosen=chosen,
-            options=options,
-            text=None,
-            path=inputs.path,
-            models=OneModel(
-                options.device_map, options.dtype, options.trust_remote_code, stopwatch
-            ),
-            stopwatch=stopwatch,
-            quantization=quantization_of(options.load_in_8bit, options.load_in_4bit),
-            norms=inputs.norms,
-            judged=inputs.judged,
-            held_out=None if inputs.judged is None else inputs.judged.tokens,
-            made_of=made_of or {},
-        )
-        if recipe.heal is not None:
-            check_healable(run.checkpoint.config, run.targets)
-            corpora = _corpora(options, run.checkpoint.config)
-            check_trains(samples_of(corpora), corpora[0].seqlen or 0)
-        return run if options.dry_run else _with_data(run, inputs)
-
-    @property
-    def by_cost(self) -> Share | None:
-        """The counts of a run whose blocks lose by what their weights cost; None for others."""
-        counts = self.recipe.counts
-        return counts if isinstance(counts, Share) and isinstance(counts.shares, ByCost) else None
-
-    @property
-    def sums_units(self) -> bool:
-        """Whether units are scored by sums over the text."""
-        return _sums_units(self.recipe)
-
     @property
     def calibrates(self) -> bool:
         """Whether the run collects the norms of inputs. Costs are those of Wanda's masks."""
-        needed = self.recipe.needs_activations or self.by_cost is not None
+        needed = self.recipe.needs_activations or self.recipe.by_cost is not None
         return needed and self.norms is None
 
     @property
     def needs_text(self) -> bool:
         """Whether the checkpoint depends on a text. Another may read one that checks it."""
-        holds_out = self.options.loss is not None or self.by_cost is not None
-        return holds_out or self.recipe.moves or self.sums_units or self.calibrates
+        recipe = self.recipe
+        holds_out = self.options.loss is not None or recipe.by_cost is not None
+        return holds_out or recipe.moves or recipe.sums_units or self.calibrates
 
     @property
     def reads_text(self) -> bool:
@@ -253,123 +151,221 @@ class PruneRun(Run):
         """Whether the run ends with a check of held-out text, if it has one."""
         return self.options.check and self.options.evaluate is None
 
-    @cached_property
-    def signature(self) -> dict[str, Any]:
-        """What the bytes of the checkpoint depend on, as JSON."""
-        made_of = dict(self.made_of)
-        if self.norms is not None:
-            made_of["norms"] = self.norms.digest
-        if self.needs_text:
-            options = self.options
-            made_of |= signature_of_text(self, options.propagate)
-            made_of |= {"dtype": options.dtype, "device_map": options.device_map}
-            if self.recipe.heal is not None:
-                made_of["seed"] = options.seed  # of the order of the sequences
-                made_of["training"] = self.data.for_training.signature
-            if self.deciding is not None and self.data.held_out is not None:
-                made_of["held out"] = replace(self.data, tokens=self.data.held_out).signature
-        return run_signature(self.checkpoint, self.recipe, made_of or None)
 
+def find_inputs(
+    recipe: Recipe, options: PruneOptions, given: GivenOptions, judged: LossSearch | None = None
+) -> Inputs:
+    """What checked options name.
 
-def _with_data(run: PruneRun, inputs: Inputs) -> PruneRun:
-    """The run with its text and the data of its suite, checked."""
-    options = run.options
-    if run.judged is None:
-        check_wanted(options, inputs.given, run.reads_text)
-    if run.recipe.heal is not None and run.recipe.heal.minutes is not None:
-        run = _in_minutes(run, run.recipe.heal.minutes)
-    if inputs.suite is None or not run.path.exists():  # else `awaits_evaluation` decides
-        output = output_of(run)
-        if options.loss is None:  # a search has work of its own
-            output.check_leftover(run_signature(run.checkpoint, run.recipe, None))
-    if run.reads_text:
-        run = _with_text(run)
-    if inputs.suite is not None:
-        run = _with_suite(run, inputs.suite)
-    made_of = {key: value for key, value in run.signature.items() if key != "source"}
-    made_of |= made_of.pop("activations") or {}
-    if run.suite is not None:
-        made_of["suite"] = msgspec.to_builtins(run.suite.suite.record())
-    check_agreement(made_of, model=run.checkpoint)
-    return run
-
-
-def _in_minutes(run: PruneRun, minutes: float) -> PruneRun:
-    """The run with the steps that its healing does in some minutes. The same run, interrupted in
-    its work or in its evaluation, keeps its steps.
+    Raises:
+        UserError: the model, the suite or the file of norms is missing.
     """
-    from emp_llm.evaluation.evaluate import pending_signature
+    if options.device_map != "auto":
+        parse_device_map(options.device_map)
+    norms = None
+    if judged is not None:
+        norms = judged.norms
+    elif options.loss is None and not recipe.sums_units:
+        checks = options.check and options.evaluate is None
+        norms = given_norms(options, recipe, given, checks=checks)
+    suite = None
+    if options.evaluate is not None:
+        from emp_llm.evaluation.suites import find_suite
 
-    left = ranks().first(lambda: pending_signature(run.path) or output_of(run).left)
-    corpora = _corpora(run.options, run.checkpoint.config)
-    heal = in_minutes(run, run.checkpoint, corpora, left, run.options.overwrite)
-    made_of = run.made_of | {"minutes": minutes}
-    return replace(run, recipe=run.recipe.but(heal=heal), made_of=made_of)
+        suite = find_suite(options.evaluate)
+    trust = options.trust_remote_code
+    source = find_model(options.model, options.revision, trust, headers_suffice=options.dry_run)
+    if recipe.heal is not None:
+        check_tracker(options.report_to)
+    return Inputs(recipe, options, given, source, norms, judged, suite)
 
 
-def _with_text(run: PruneRun) -> PruneRun:
-    """The run with its text, of which a part is held out."""
+@dataclass(frozen=True, kw_only=True)
+class PruneRun(Run):
+    """A run of `prune`.
+
+    Attributes:
+        recipe: with counts of its own: the targets are known.
+        suite: evaluates both models; None: there is no evaluation, or the run is dry.
+        baseline: earlier results of the dense model; None: there are none.
+        deciding: held-out sequences that decide how much goes; None: none do.
+    """
+
+    options: PruneOptions
+    inputs: Inputs
+    suite: "PreparedSuite | None"
+    baseline: "Measures | None"
+    deciding: "Tensor | None"
+
+
+def make_run(
+    inputs: Inputs, recipe: Recipe, chosen: Chosen, made_of: dict[str, Any] | None = None
+) -> PruneRun:
+    """The run, with the text and the suite, which are read before a model is loaded, to fail early.
+    A dry run reads neither. A collective call.
+
+    Args:
+        made_of: what the checkpoint depends on beside model, recipe, norms and text.
+
+    Raises:
+        UserError: the model cannot heal, or not on so few sequences; the output may not be written,
+            or holds other work; or the text or the data of the suite is missing, or does not do; or
+            a rank reads something else.
+    """
+    options = inputs.options
+    checkpoint = chosen.checkpoint
+    stopwatch = Stopwatch()
+    models = OneModel(options.device_map, options.dtype, options.trust_remote_code, stopwatch)
+    quantization = quantization_of(options.load_in_8bit, options.load_in_4bit)
+    if recipe.heal is not None:
+        check_healable(checkpoint.config, chosen.targets)
+        corpora = _corpora(options, checkpoint.config)
+        recipe = recipe.but(heal=in_steps(recipe.heal, corpora))
+        check_trains(samples_of(corpora), corpora[0].seqlen or 0)
+    text = deciding = suite = baseline = None
+    held_out = None if inputs.judged is None else inputs.judged.tokens
+    signature: dict[str, Any] = {}
+    if not options.dry_run:
+        if inputs.judged is None:
+            check_wanted(options, inputs.given, inputs.reads_text)
+        made_of = made_of or {}
+        output = partial(output_of, inputs, checkpoint)
+        if recipe.heal is not None and recipe.heal.minutes is not None:
+            made_of |= {"minutes": recipe.heal.minutes}
+            left = ranks().first(lambda: _pending(inputs.path) or output().left)
+            again = options.overwrite
+            recipe = count_steps(chosen, recipe, options, models, checkpoint, corpora, left, again)
+        if inputs.suite is None or not inputs.path.exists():  # else `awaits_evaluation` decides
+            work = output()
+            if options.loss is None:  # a search has work of its own
+                work.check_leftover(run_signature(checkpoint, recipe, None))
+        if inputs.reads_text:
+            text, deciding, judges = _read_text(inputs, recipe, chosen, models, quantization)
+            held_out = judges if inputs.judged is None else held_out
+        if inputs.suite is not None:
+            suite, baseline = _read_suite(inputs, inputs.suite)
+        made_of |= _sign(inputs, text, deciding, quantization)
+        signature = run_signature(checkpoint, recipe, made_of or None)
+        agreed = signature | made_of
+        del agreed["source"], agreed["activations"]
+        if suite is not None:
+            agreed["suite"] = msgspec.to_builtins(suite.suite.record())
+        check_agreement(agreed, model=checkpoint)
+    moves_blocks = recipe.update is not None or options.propagate == "pruned"
+    return PruneRun(
+        source=inputs.source,
+        recipe=recipe,
+        chosen=chosen,
+        options=options,
+        text=text,
+        path=inputs.path,
+        models=models,
+        stopwatch=stopwatch,
+        quantization=quantization,
+        held_out=held_out if inputs.checks else None,
+        by_blocks=moves_blocks and recipe.structure is None,
+        signature=signature,
+        inputs=inputs,
+        suite=suite,
+        baseline=baseline,
+        deciding=deciding,
+    )
+
+
+def _read_text(
+    inputs: Inputs,
+    recipe: Recipe,
+    chosen: Chosen,
+    models: OneModel,
+    quantization: Quantization | None,
+) -> "tuple[CalibrationText, Tensor | None, Tensor | None]":
+    """The text, and of what is held out of it, what decides how much goes, and what is left."""
     load_packages()
     from emp_llm.calibration.data import CHECKED, CHOOSING, calibration_data
 
-    options = run.options
-    decides = run.by_cost is not None or options.loss is not None
+    options = inputs.options
+    decides = recipe.by_cost is not None or options.loss is not None
     text = calibration_data(
         options,
-        run.chosen.architecture,
-        run.models,
+        chosen.architecture,
+        models,
         options.propagate,
-        run.quantization,
+        quantization,
         # A run that --loss has begun trains on none of the sequences by which it chose.
-        held_out=CHECKED if not decides and run.judged is None else CHOOSING,
-        training=0 if run.recipe.heal is None else sequences_for(run.recipe.heal.steps),
+        held_out=CHECKED if not decides and inputs.judged is None else CHOOSING,
+        training=0 if recipe.heal is None else sequences_for(recipe.heal.steps),
     )
-    deciding = None
-    held_out = text.held_out
-    if decides:
-        flag = "--shares cost" if options.loss is None else "--loss"
-        deciding, held_out = split_held_out(held_out, options.text_name, flag)
-    judges = held_out if run.judged is None else run.held_out
-    return replace(run, text=text, deciding=deciding, held_out=judges)
+    if not decides:
+        return text, None, text.held_out
+    flag = "--shares cost" if options.loss is None else "--loss"
+    return text, *split_held_out(text.held_out, options.text_name, flag)
 
 
-def _with_suite(run: PruneRun, suite: "Suite") -> PruneRun:
-    """The run with the data of its suite, and earlier results of the dense model."""
+def _read_suite(inputs: Inputs, suite: "Suite") -> "tuple[PreparedSuite, Measures | None]":
+    """The suite with its data, and earlier results of the dense model."""
     load_packages()
     from emp_llm.evaluation.evaluate import measures_of_baseline, prepare_suite
     from emp_llm.models.loading import load_tokenizer
 
-    options = run.options
-    folder = run.source.folder
-    tokenizer = load_tokenizer(folder, options.trust_remote_code)
-    prepared = prepare_suite(suite, folder, tokenizer)
-    baseline = measures_of_baseline(
-        options.baseline, run.source, prepared, options.dtype, options.device_map
+    options = inputs.options
+    source = inputs.source
+    tokenizer = load_tokenizer(source.folder, options.trust_remote_code)
+    prepared = prepare_suite(suite, source.folder, tokenizer)
+    return prepared, measures_of_baseline(
+        options.baseline, source, prepared, options.dtype, options.device_map
     )
-    return replace(run, suite=prepared, baseline=baseline)
+
+
+def _sign(
+    inputs: Inputs,
+    text: "CalibrationText | None",
+    deciding: "Tensor | None",
+    quantization: Quantization | None,
+) -> dict[str, Any]:
+    """What the checkpoint depends on of the norms and the text, as JSON."""
+    options = inputs.options
+    made_of: dict[str, Any] = {} if inputs.norms is None else {"norms": inputs.norms.digest}
+    if text is None or not inputs.needs_text:
+        return made_of
+    from emp_llm.calibration.passes import calibration_signature
+
+    made_of |= calibration_signature(text, options, options.propagate, quantization)
+    made_of |= {"dtype": options.dtype, "device_map": options.device_map}
+    if inputs.recipe.heal is not None:
+        made_of["seed"] = options.seed  # of the order of the sequences
+        made_of["training"] = text.for_training.signature
+    if deciding is not None and text.held_out is not None:
+        made_of["held out"] = replace(text, tokens=text.held_out).signature
+    return made_of
+
+
+def _pending(path: Path) -> dict[str, Any]:
+    """The signature of the run whose checkpoint is finished, and its evaluation is not."""
+    from emp_llm.evaluation.evaluate import pending_signature
+
+    return pending_signature(path)
 
 
 def awaits_evaluation(run: PruneRun) -> bool:
     """Whether the checkpoint is finished, and only its evaluation is not."""
     if run.suite is None:
         return False
-    from emp_llm.evaluation.evaluate import pending_signature
-
-    return bool(pending_signature(run.path) == json.loads(json.dumps(run.signature)))
+    return bool(_pending(run.path) == json.loads(json.dumps(run.signature)))
 
 
-def output_of(run: PruneRun, more: int = 0) -> OutputFolder:
+def output_of(inputs: Inputs, checkpoint: Checkpoint, more: int = 0) -> OutputFolder:
     """The output.
 
     Args:
+        checkpoint: the dense model's.
         more: bytes that the work takes beside those of the checkpoint.
 
     Raises:
         UserError: it may not be written.
     """
-    needed = run.checkpoint.output_bytes + more
-    overwrite = run.options.overwrite or run.options.dry_run
-    return OutputFolder(run.path, [run.source.folder], needed, overwrite)
+    overwrite = inputs.options.overwrite or inputs.options.dry_run
+    sources = [inputs.source.folder]
+    return OutputFolder(inputs.path, sources, checkpoint.output_bytes + more, overwrite)
 
 
 def plan_of(run: PruneRun) -> DryRun:
@@ -380,14 +376,15 @@ def plan_of(run: PruneRun) -> DryRun:
     """
     options = run.options
     checkpoint = run.checkpoint
+    inputs = run.inputs
     update = run.recipe.update
     heal = run.recipe.heal
     units = run.recipe.structure is not None
-    output_of(run)  # is only checked
+    output_of(inputs, checkpoint)  # is only checked
     fits = update is not None and not units
     corpora = _corpora(options, checkpoint.config)
     needs = None
-    if run.reads_text:
+    if inputs.reads_text:
         needs = needs_of(
             checkpoint,
             run.targets,
@@ -395,16 +392,14 @@ def plan_of(run: PruneRun) -> DryRun:
             options,
             options.device_map,
             corpora,
-            passes=run.calibrates
-            + 3 * (units and run.sums_units)
-            + 3 * (units and run.recipe.moves),
+            passes=inputs.calibrates + 3 * run.recipe.sums_units + 3 * (units and run.recipe.moves),
             by_blocks=options.execution == "blocks" or options.propagate == "pruned" or fits,
         )
-    resumes = run.calibrates and options.resumable_calibration and not units
+    resumes = inputs.calibrates and options.resumable_calibration and not units
     minutes = None
     if options.loss is None and heal is None:
         minutes = (checkpoint.output_bytes * _A_BYTE + (0 if needs is None else needs.seconds)) / 60
-    notes = self_notes(options.text_name) if run.needs_text else []
+    notes = self_notes(options.text_name) if inputs.needs_text else []
     if options.loss is not None:
         notes.append(
             f"how many go: found by the run, which measures the loss of held-out text at some "
@@ -412,8 +407,9 @@ def plan_of(run: PruneRun) -> DryRun:
         )
     if heal is not None:
         length = corpora[0].seqlen or 0
+        shape = samples_of(corpora), length
         timed = heal.minutes is not None
-        healing = healing_plan(run, samples_of(corpora), length, by_minutes=timed)
+        healing = choose_healing(run.chosen, run.recipe, options, run.models, shape, timed)
         notes += healing_notes(checkpoint, run.targets, heal, length, healing)
     return DryRun(
         layers=planned_layers(run.targets),
@@ -442,12 +438,14 @@ def _corpora(options: PruneOptions, config: Any) -> list[Corpus]:
 
 def planned_healing(run: PruneRun, kept: HealingPlan | None = None) -> HealingPlan | None:
     """How the model heals on the text of the run; None if it does not. `kept` and the errors are
-    those of `healing_plan`.
+    those of `choose_healing`.
     """
-    if run.recipe.heal is None:
+    heal = run.inputs.recipe.heal
+    if heal is None:
         return None
-    samples, length = run.data.tokens.shape
-    return healing_plan(run, samples, length, kept, by_minutes="minutes" in run.made_of)
+    shape = run.data.tokens.shape
+    timed = heal.minutes is not None
+    return choose_healing(run.chosen, run.recipe, run.options, run.models, shape, timed, kept)
 
 
 def work_bytes(run: PruneRun, plan: HealingPlan | None = None) -> int:
@@ -472,22 +470,21 @@ def begin(run: PruneRun, out: OutputFolder) -> HealingPlan | None:
     Raises:
         UserError: the healing will not find the memory or the disk that it needs.
     """
-    out.begin(run.signature, machine_name() if run.needs_text else "")
+    inputs = run.inputs
+    out.begin(run.signature, machine_name() if inputs.needs_text else "")
     plan = planned_healing(run, out.get("healing_plan", HealingPlan))
     if plan is not None:
         out.check_space(run.checkpoint.output_bytes + work_bytes(run, plan))
-    if run.needs_text:
+    if inputs.needs_text:
         from emp_llm.calibration.data import keep_generated
 
         keep_generated(out.files / SELF_NAME, run.text)
-    if run.judged is not None and run.norms is not None and run.options.activations is None:
-        from emp_llm.calibration.activations import keep_norms
-
-        keep_norms(out, run.norms, run.stopwatch)  # what decided the masks lies beside them
+    if inputs.judged and inputs.norms is not None and run.options.activations is None:
+        _keep_norms(run, out, inputs.norms)  # what decided the masks lies beside them
     return plan
 
 
-def calibrated(
+def calibrate_once(
     run: PruneRun, out: OutputFolder, layers: list[Layer], masker: "Masker | None" = None
 ) -> "Activations":
     """The norms of the inputs of layers, or those of an interrupted run. A collective call.
@@ -495,16 +492,27 @@ def calibrated(
     Args:
         masker: of a pruned propagation; None: dense.
     """
-    from emp_llm.calibration.activations import keep_norms, kept_norms
+    from emp_llm.calibration.activations import own_norms
     from emp_llm.calibration.passes import delete_progress
 
+    file = out.files / ACTIVATIONS_NAME
     with stage("calibrate"):
-        norms = kept_norms(out, run.stopwatch, run.targets)
+        norms = None
+        if out.has("calibrated", file, run.stopwatch):
+            norms = ranks().first(lambda: own_norms(file, run.targets))
         if norms is None:
-            norms = collected_norms(run, layers, run.recipe.statistics, out.calibration, masker)
-            keep_norms(out, norms, run.stopwatch)
+            norms = calibrate(run, layers, run.recipe.statistics, out.calibration, masker)
+            _keep_norms(run, out, norms)
         delete_progress(out.calibration)
     return norms
+
+
+def _keep_norms(run: PruneRun, out: OutputFolder, norms: "Activations") -> None:
+    """Save norms in the output, as a part of it and for resuming."""
+    file = out.files / ACTIVATIONS_NAME
+    if ranks().main:
+        norms.save(file)
+    out.keep("calibrated", file, run.stopwatch)
 
 
 def moved_weights(
@@ -526,27 +534,14 @@ def moved_weights(
 
     with stage(name):
         moved = MovedWeights(out.fitted, lambda block: out.note(fitted=block))
-        times = out.finished("refitted", moved.record)
-        if times is not None and ranks().first(lambda: moved.are_intact(targets)):
-            run.stopwatch.record |= times
+        finished = out.has("refitted", moved.record, run.stopwatch)
+        if finished and ranks().first(lambda: moved.are_intact(targets)):
             return moved
         dense = dense_model(run, by_blocks=True)
         with run.stopwatch(name):
             update(dense, moved=moved)
-        out.finish("refitted", moved.record, dict(run.stopwatch.record))
+        out.keep("refitted", moved.record, run.stopwatch)
     return moved
-
-
-def checked(run: PruneRun, folder: Path) -> "PerplexityRecord | None":
-    """The perplexity of the held-out text by the model in a folder, which stays in memory; None if
-    the run checks none. A collective call.
-    """
-    if not run.checks or run.held_out is None:
-        return None
-    moves_blocks = run.recipe.update is not None or run.options.propagate == "pruned"
-    by_blocks = moves_blocks and run.recipe.structure is None
-    with run.stopwatch("check"):
-        return held_out_perplexity(run, folder, run.held_out, by_blocks)
 
 
 def finish(
@@ -565,40 +560,34 @@ def finish(
         report: of the pruning; the rest is added.
         hashes: BLAKE3 of each shard, by name.
         norms: that scored; None: no norms did.
-        dense: of the dense model, from `checked`.
+        dense: of the dense model, from `check`.
         healing: from `begin`.
     """
     log_warnings(report.warnings)
     if healing is not None:
-        from emp_llm.healing.training import healing_warnings
-
         run.models.free()
-        report.healing = healed(run, out, healing, run.options.report_to)
-        log_warnings(healing_warnings(report.healing))
-        report.warnings += healing_warnings(report.healing)
+        number = len(report.warnings)
+        heal(run, out, healing, report, run.options.report_to)
+        log_warnings(report.warnings[number:])
         hashes = {}
-    if dense is not None:
-        pruned = checked(run, out.files)
-        run.models.free()
-        report.check = (
-            None if pruned is None else CheckRecord(text=run.data.name, dense=dense, pruned=pruned)
-        )
-    if run.checks and run.held_out is None:
+    report.check = check_pruned(run, out.files, dense)
+    if run.inputs.checks and run.held_out is None:
         report.unchecked = why_unchecked(run)
     if norms is not None:
         report.calibration = norms.about
-    elif run.needs_text:
+    elif run.inputs.needs_text:
         from emp_llm.calibration.passes import fit_origin
 
         report.calibration = fit_origin(run.data, run.options.batch_size, run.origin)
     report.dtype = run.options.dtype
     report.device_map = run.options.device_map
-    report.loss = None if run.judged is None else run.judged.record
+    judged = run.inputs.judged
+    report.loss = None if judged is None else judged.record
     report.stages = stage_records(run.stopwatch.record)
     if ranks().main:
         identity = report.source.identity or ""
-        if run.norms is not None:
-            warn_if_foreign(run.norms, identity, run.source.folder)
+        if run.inputs.norms is not None:
+            warn_if_foreign(run.inputs.norms, identity, run.source.folder)
         digest = None if norms is None else norms.digest
         write_records(run, out.files, report, identity, digest, hashes)
         if run.suite is not None:
@@ -623,14 +612,9 @@ def evaluated(run: PruneRun, report: RunReport) -> RunReport:
         report,
         run.suite,
         run.models,
-        run.options.device_map,
         run.stopwatch,
         run.baseline,
     )
-
-
-def _sums_units(recipe: Recipe) -> bool:
-    return recipe.structure is not None and recipe.name in UNIT_CRITERIA
 
 
 def split_held_out(
@@ -652,3 +636,118 @@ def split_held_out(
             f"calibration, and {text} has {has}. Give a longer text, or fewer --samples."
         )
     return held_out[[number for number in range(len(held_out)) if number % 3 != 2]], held_out[2::3]
+
+
+# Weights.
+
+
+def find_weights(inputs: Inputs) -> tuple[PruneRun, Scores]:
+    """The run, and the scores by which its weights compete."""
+    options = inputs.options
+    recipe = inputs.recipe
+    source = inputs.source
+    norms = inputs.norms
+    check_device(options.mask_device)
+    if (source.folder / REPORT_NAME).is_file():
+        logger.warning("%s", pruned_before(source.name, recipe))
+    budget = Budget.of(options.parameters, options.memory)
+    trust = options.trust_remote_code
+    chosen = targets_of_folder(source.folder, source.name, recipe, trust, norms is None)
+    if budget is not None:
+        recipe = with_budget(recipe, budget, chosen.checkpoint, chosen.targets)
+        logger.info("%s is a sparsity of %.4f of the targets.", budget.flag, recipe.counts.sparsity)
+    scores = scores_of(chosen, recipe, chosen.checkpoint.config)
+    if norms is not None:
+        scores = scores.with_activations(norms, str(options.activations))
+    run = make_run(inputs, scores.recipe, chosen)
+    if run.recipe != scores.recipe:  # minutes or tokens of --heal became steps
+        scores = Scores(run.checkpoint, run.targets, run.recipe, scores.inputs)
+    return run, scores
+
+
+def prune_weights(run: PruneRun, scores: Scores) -> RunReport:
+    """Write the checkpoint with zeros in the place of weights."""
+    options = run.options
+    inputs = run.inputs
+    update = run.recipe.update
+    if awaits_evaluation(run):
+        return read_report(run.path)
+    with output_of(inputs, run.checkpoint, work_bytes(run)) as out:
+        healing = begin(run, out)
+
+        # Norms of the inputs. With pruned propagation, the masks of a block are decided before the
+        # next is calibrated.
+        propagated = None
+        if options.propagate == "pruned":
+            propagated = Pruner(scores, counts_of(scores), options.mask_device)
+        norms = inputs.norms
+        if inputs.calibrates:
+            norms = calibrate_once(run, out, run.chosen.layers_to_calibrate(), propagated)
+            if run.recipe.needs_activations:
+                scores = scores.with_activations(norms)
+
+        # How many weights of each group stay, which ones, and their values.
+        share = run.recipe.by_cost
+        if share is not None:
+            removed = _removed_by_cost(run, share.sparsity, norms, out)
+            recipe = run.recipe.but(counts=replace(share, shares=ByCost(removed)))
+            scores = Scores(run.checkpoint, run.targets, recipe, scores.inputs)
+        number = counts_of(scores) if propagated is None else propagated.counts
+        pruner = Pruner(scores, number, options.mask_device)
+        moved = None
+        if update is not None:
+            from emp_llm.pruning.updates import move_weights
+
+            move = partial(
+                move_weights,
+                pruner=pruner,
+                update=update,
+                tokens=run.data.in_turns,
+                batch_size=options.batch_size,
+                hidden_states=options.hidden_states,
+            )
+            moved = moved_weights(run, out, update.name, move, run.targets)
+        dense = check(run, run.source.folder)
+        if run.suite is None:
+            run.models.free()  # the dense model is no longer needed
+
+        # The first rank writes. Healing trains what was written.
+        report, hashes = ranks().first(partial(_write, run, pruner, moved, out))
+        return finish(run, out, report, hashes, norms, dense, healing)
+
+
+def _removed_by_cost(
+    run: PruneRun, sparsity: float, norms: "Activations | None", out: OutputFolder
+) -> dict[str, int]:
+    """How many weights each target loses, measured now or by an interrupted run."""
+    from emp_llm.runs.trials import LossCurve, removed_by_cost
+
+    removed = out.get("shares", dict[str, int])
+    sizes = {target.name: target.matrix.numel for target in run.targets}
+    if (
+        removed is None
+        or removed.keys() != sizes.keys()
+        or not all(0 <= number <= sizes[name] for name, number in removed.items())
+    ):
+        assert run.deciding is not None
+        with stage("shares"), run.stopwatch("shares"):
+            device = run.options.mask_device
+            curve = LossCurve(run, run.deciding, device, out.work / "curve")
+            removed = removed_by_cost(sparsity, curve, run.targets, norms)
+        out.note(shares=removed)
+    return removed
+
+
+def _write(
+    run: PruneRun, pruner: Pruner, moved: "MovedWeights | None", out: OutputFolder
+) -> tuple[RunReport, dict[str, str]]:
+    """Write the shards and side files; the report so far, and the hash of each shard."""
+    with stage("prune"), run.stopwatch("prune"):
+        written = write_checkpoint(pruner, out.files, out, moved)
+        starving = starving_rows(pruner, written.outcomes)
+    report = report_of(
+        run.source.as_source(written.identity), pruner, written.outcomes, run.chosen.coverage, moved
+    )
+    if starving is not None:
+        report.warnings.insert(0, starving)
+    return report, written.hashes

@@ -7,7 +7,7 @@ Torch is imported when a step needs it: a run without a text decides and writes 
 import logging
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,14 +27,19 @@ from emp_llm.models.architecture import Target
 from emp_llm.models.layers import Layer
 from emp_llm.models.one_model import OneModel
 from emp_llm.models.placement import Quantization
-from emp_llm.options.calibration import CalibrationOptions, Propagate
-from emp_llm.options.recipe import Heal, Recipe
+from emp_llm.options.calibration import CalibrationOptions
+from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.chosen import Chosen
 from emp_llm.pruning.scores import recorded, signed
-from emp_llm.pruning.writing import criterion_source, keep_criterion, write_manifest
+from emp_llm.pruning.writing import (
+    criterion_source,
+    keep_criterion,
+    write_manifest,
+)
 from emp_llm.records.corpus import Corpus, samples_of
+from emp_llm.records.evaluation import CheckRecord
 from emp_llm.records.run_report import RunReport
-from emp_llm.records.source import CalibrationRecord, ModelIdentity, ModelSource
+from emp_llm.records.source import CalibrationRecord
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,6 +68,10 @@ class Run:
         models: loads models, and holds one.
         stopwatch: times the steps.
         quantization: of the dense model while it is calibrated and checked.
+        held_out: the sequences that the run is checked on, int64, shape (sequences, length); None:
+            there is no check.
+        by_blocks: the check runs the model block by block alone.
+        signature: what the bytes of the output depend on, as JSON.
     """
 
     source: LocalModel
@@ -74,6 +83,9 @@ class Run:
     models: OneModel
     stopwatch: Stopwatch
     quantization: Quantization | None = None
+    held_out: "Tensor | None" = None
+    by_blocks: bool = False
+    signature: dict[str, Any] = field(default_factory=dict)
 
     @property
     def targets(self) -> list[Target]:
@@ -101,11 +113,21 @@ class Run:
         source = self.source
         return model_origin(source.name, source.revision, self.checkpoint, self.quantization)
 
-    def made_from(self, identity: str) -> ModelSource:
-        """The dense model, as reports name it."""
-        source = self.source
-        known = ModelIdentity.of(source.folder, identity).as_dict()
-        return ModelSource(model=source.name, revision=source.revision, **known)
+    @cached_property
+    def in_memory(self) -> bool:
+        """Whether the loaded weights are the stored ones, and can be pruned and restored; offloaded
+        ones are not.
+        """
+        from emp_llm.pruning.loaded_model import holds_stored_weights
+
+        if holds_stored_weights(dense_model(self), self.checkpoint, self.targets):
+            return True
+        logger.info(
+            "the loaded weights differ from the stored ones; each point is written to a temporary "
+            "checkpoint."
+        )
+        self.models.free()
+        return False
 
 
 def dense_model(run: Run, by_blocks: bool = False) -> "PreTrainedModel":
@@ -126,17 +148,7 @@ def model_in(run: Run, folder: Path, by_blocks: bool = False) -> "PreTrainedMode
     return run.models.get(folder, run.quantization, by_blocks)
 
 
-def signature_of_text(run: Run, propagate: Propagate = "dense") -> dict[str, Any]:
-    """Everything that norms depend on beside the model, as JSON; known before it is loaded."""
-    from emp_llm.calibration.passes import calibration_signature
-
-    options = run.options
-    return calibration_signature(
-        run.data, options.batch_size, options.execution, propagate, run.quantization
-    )
-
-
-def collected_norms(
+def calibrate(
     run: Run,
     layers: list[Layer],
     statistics: Collection[str],
@@ -162,9 +174,7 @@ def collected_norms(
             run.data,
             layers,
             about,
-            batch_size=options.batch_size,
-            execution=options.execution,
-            hidden_states=options.hidden_states,
+            options,
             statistics=statistics,
             masker=masker,
             blocks=run.recipe.targets.blocks,
@@ -180,7 +190,7 @@ def norms_in(run: Run, file: Path, statistics: Collection[str], resume: Path) ->
     """The norms in a file of unfinished work; if there are none, they are collected and kept there.
 
     Args:
-        statistics, resume: of `collected_norms`. The progress is deleted.
+        statistics, resume: of `calibrate`. The progress is deleted.
     """
     from emp_llm.calibration.activations import own_norms
     from emp_llm.calibration.passes import delete_progress
@@ -189,23 +199,35 @@ def norms_in(run: Run, file: Path, statistics: Collection[str], resume: Path) ->
     if norms is None:
         with stage("calibrate"):
             layers = run.chosen.layers_to_calibrate()
-            norms = collected_norms(run, layers, statistics, resume)
+            norms = calibrate(run, layers, statistics, resume)
         norms.save(file)
     delete_progress(resume)
     return norms
 
 
-def held_out_perplexity(
-    run: Run, folder: Path, tokens: "Tensor", by_blocks: bool = False
-) -> "PerplexityRecord | None":
-    """The perplexity of held-out sequences by the model in a folder, which stays in memory; None if
-    it has none. A failure is logged, and ends no run. A collective call.
+def check(run: Run, folder: Path) -> "PerplexityRecord | None":
+    """The perplexity of the held-out sequences by the model in a folder, which stays in memory;
+    None if there are none, or it has none. A failure is logged, and ends no run. A collective call.
     """
+    if run.held_out is None:
+        return None
     from emp_llm.evaluation.perplexity import held_out_perplexity
 
-    return held_out_perplexity(
-        lambda: model_in(run, folder, by_blocks), run.checkpoint.config, tokens
-    )
+    with run.stopwatch("check"):
+        return held_out_perplexity(
+            lambda: model_in(run, folder, run.by_blocks), run.checkpoint.config, run.held_out
+        )
+
+
+def check_pruned(run: Run, folder: Path, dense: "PerplexityRecord | None") -> CheckRecord | None:
+    """The check of the pruned model in a folder, after which no model is in memory; None if `dense`
+    is, or fails. A collective call.
+    """
+    if dense is None:
+        return None
+    pruned = check(run, folder)
+    run.models.free()
+    return None if pruned is None else CheckRecord(text=run.data.name, dense=dense, pruned=pruned)
 
 
 def why_unchecked(run: Run) -> str:
@@ -217,37 +239,39 @@ def why_unchecked(run: Run) -> str:
     return "the text ends with the calibration; give fewer --samples"
 
 
-def healing_plan(
-    run: Run,
-    samples: int,
-    length: int,
+def choose_healing(
+    chosen: Chosen,
+    recipe: Recipe,
+    options: CalibrationOptions,
+    models: OneModel,
+    shape: Sequence[int],
+    timed: bool,
     kept: HealingPlan | None = None,
-    by_minutes: bool = False,
 ) -> HealingPlan:
-    """How the model heals: `samples` sequences of `length` tokens.
+    """How a model heals.
 
     Args:
+        shape: number and length of the sequences.
+        timed: whether minutes have chosen the steps of the healing, or will.
         kept: the plan of an interrupted run.
-        by_minutes: whether minutes have chosen the steps of the healing, or will.
 
     Raises:
         UserError: memory does not suffice, or the minutes are of a healing block by block.
     """
-    heal = run.recipe.heal
-    assert heal is not None
+    assert recipe.heal is not None
     plan = plan_healing(
-        run.checkpoint,
-        run.targets,
-        run.recipe,
-        heal,
-        device_map=run.models.device_map,
-        length=length,
-        samples=samples,
-        batch_size=run.options.batch_size,
-        hidden_states=run.options.hidden_states,
+        chosen.checkpoint,
+        chosen.targets,
+        recipe,
+        recipe.heal,
+        device_map=models.device_map,
+        length=shape[1],
+        samples=shape[0],
+        batch_size=options.batch_size,
+        hidden_states=options.hidden_states,
         kept=kept,
     )
-    if by_minutes and plan.by == "blocks":
+    if timed and plan.by == "blocks":
         raise UserError(
             f"--heal-minutes: healing goes {plan.words()}. Give --heal-steps, which are those of "
             "each block."
@@ -255,14 +279,17 @@ def healing_plan(
     return plan
 
 
-def in_minutes(
-    run: Run,
+def count_steps(
+    chosen: Chosen,
+    recipe: Recipe,
+    options: CalibrationOptions,
+    models: OneModel,
     pruned: Checkpoint,
     corpora: Sequence[Corpus],
     left: dict[str, Any],
     overwrite: bool,
-) -> Heal:
-    """The healing of a run with as many steps as it does in its minutes. A collective call.
+) -> Recipe:
+    """The recipe with as many steps of healing as a run does in its minutes. A collective call.
 
     Args:
         pruned: what trains. The dense model takes as long.
@@ -275,7 +302,7 @@ def in_minutes(
     """
     from emp_llm.healing.training import steps_of_minutes
 
-    heal = run.recipe.heal
+    heal = recipe.heal
     assert heal is not None
     assert heal.minutes is not None
     length = corpora[0].seqlen or 0
@@ -283,46 +310,48 @@ def in_minutes(
     with suppress(AttributeError, LookupError, TypeError, ValueError):
         work = left | (left.get("activations") or {})
         if work.get("minutes") == heal.minutes:
-            kept = replace(heal, steps=int(work["recipe"]["heal"]["steps"]), minutes=None)
+            steps = int(work["recipe"]["heal"]["steps"])
+            kept = recipe.but(heal=replace(heal, steps=steps, minutes=None))
             work["seqlen"] = (work.get("texts") or [work["text"]])[0].get("seqlen")
             same = {
-                "recipe": signed(run.recipe.but(heal=kept)),
+                "recipe": signed(kept),
                 "seqlen": length,
-                "dtype": run.models.dtype,
-                "device_map": run.models.device_map,
+                "dtype": models.dtype,
+                "device_map": models.device_map,
             }
             differs = pruned.states not in (work.get("heals"), work.get("source", {}).get("files"))
             differs |= describe_difference({key: work.get(key) for key in same}, same) is not None
             if not (differs and overwrite):
                 return kept
-    plan = healing_plan(run, samples_of(corpora), length, by_minutes=True)
+    shape = samples_of(corpora), length
+    plan = choose_healing(chosen, recipe, options, models, shape, timed=True)
     steps = steps_of_minutes(
         heal.minutes,
         pruned,
-        run.source.folder,
-        run.recipe,
+        chosen.checkpoint.folder,
+        recipe,
         heal,
         plan,
         length,
-        dtype=run.models.dtype,
-        trust_remote_code=run.models.trust_remote_code,
+        dtype=models.dtype,
+        trust_remote_code=models.trust_remote_code,
     )
     free_memory()  # for the plan of the training
     logger.info("--heal-minutes %g: %s.", heal.minutes, count_of(steps, "step"))
-    return replace(heal, steps=steps, minutes=None)
+    return recipe.but(heal=replace(heal, steps=steps, minutes=None))
 
 
-def healed(
-    run: Run, out: OutputFolder, plan: HealingPlan, report_to: str = "none"
+def heal(
+    run: Run, out: OutputFolder, plan: HealingPlan, report: RunReport, report_to: str
 ) -> "HealingRecord":
-    """Train the weights of the pruned checkpoint in the work folder; a tracker (`report_to`) gets
-    its numbers. A collective call.
+    """Train the weights of the pruned checkpoint in the work folder, and put that into the report;
+    a tracker (`report_to`) gets its numbers. A collective call.
     """
-    from emp_llm.healing.training import heal_folder
+    from emp_llm.healing.training import heal_folder, healing_warnings
 
     assert run.recipe.heal is not None
     with run.stopwatch("heal"):
-        return heal_folder(
+        report.healing = heal_folder(
             out,
             run.source.folder,
             run.recipe,
@@ -336,6 +365,8 @@ def healed(
             seed=run.options.seed,
             report_to=report_to,
         )
+    report.warnings += healing_warnings(report.healing)
+    return report.healing
 
 
 def write_records(

@@ -1,8 +1,9 @@
 """A run of `sweep`: what its points share, and how each of them is measured."""
 
 import logging
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import msgspec
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.data import calibration_data, keep_generated
 from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
-from emp_llm.calibration.passes import fit_origin
+from emp_llm.calibration.passes import calibration_signature, fit_origin
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.declared import as_tree
 from emp_llm.common.errors import UserError
@@ -33,7 +34,7 @@ from emp_llm.options.sweep import SweepOptions, SweepPoint
 from emp_llm.pruning.chosen import scores_of, targets_of_folder
 from emp_llm.pruning.counts import Numbers, counts_of, matched
 from emp_llm.pruning.masks import Pruner, check_device
-from emp_llm.pruning.outcome import ALL_KEPT, Outcomes, masks_digest
+from emp_llm.pruning.outcome import ALL_KEPT, masks_digest
 from emp_llm.pruning.report import report_of
 from emp_llm.pruning.scores import own_sources, recorded
 from emp_llm.pruning.updates import move_weights
@@ -41,9 +42,9 @@ from emp_llm.pruning.writing import run_signature, write_checkpoint
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.source import stage_records
 from emp_llm.records.sweep import Sweep, SweepMadeBy, SweptPoint
-from emp_llm.runs.run import Run, dense_model, norms_in, signature_of_text, write_records
+from emp_llm.runs.run import Run, dense_model, norms_in, write_records
 from emp_llm.runs.sweep_folder import SweepFolder, finished, point_record
-from emp_llm.runs.trials import Trials
+from emp_llm.runs.trials import try_masks
 from emp_llm.walk.moved import MovedWeights
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ class SweepRun(Run):
         recipes: of the points, by their names.
         folder: at the path.
         norms: of a file; None: the run collects them, or no point needs them.
+        calibrates: whether the run collects the norms of inputs.
+        needs_text: whether it needs a text: to calibrate, or to move weights.
         suite: measures the points; None: a dry run measures none.
     """
 
@@ -69,6 +72,8 @@ class SweepRun(Run):
     recipes: dict[str, Recipe]
     folder: SweepFolder
     norms: Activations | None
+    calibrates: bool
+    needs_text: bool
     suite: PreparedSuite | None
 
     @classmethod
@@ -113,46 +118,36 @@ class SweepRun(Run):
             if norms is not None and scores.recipe.needs_activations:
                 scores.with_activations(norms, str(text_options.activations))
         path = options.output or Path(f"{source.short_name}-sweep")
+        scored = any(recipe.needs_activations for recipe in recipes.values())
+        calibrates = scored and text_options.activations is None
+        needs_text = calibrates or moving is not None
         stopwatch = Stopwatch()
-        run = cls(
+        models = OneModel(loading.device_map, loading.dtype, trust, stopwatch)
+        folder = SweepFolder(path, source.folder)
+        text = None
+        prepared = None
+        if not options.dry_run:
+            if needs_text:
+                text = calibration_data(text_options, chosen.architecture, models)
+            prepared = prepare_suite(suite, source.folder, load_tokenizer(source.folder, trust))
+        return cls(
             source=source,
             recipe=leading,
             chosen=chosen,
             options=text_options,
-            text=None,
+            text=text,
             path=path,
-            models=OneModel(loading.device_map, loading.dtype, trust, stopwatch),
+            models=models,
             stopwatch=stopwatch,
             sweeping=options,
             points=points,
             recipes=recipes,
-            folder=SweepFolder(path, source.folder),
+            folder=folder,
             norms=norms,
-            suite=None,
+            calibrates=calibrates,
+            needs_text=needs_text,
+            suite=prepared,
         )
-        if options.dry_run:
-            return run
-        text = None
-        if run.needs_text:
-            text = calibration_data(text_options, chosen.architecture, run.models)
-        tokenizer = load_tokenizer(source.folder, trust)
-        return replace(run, text=text, suite=prepare_suite(suite, source.folder, tokenizer))
-
-    @property
-    def scored(self) -> list[Recipe]:
-        """The recipes that need norms."""
-        return [recipe for recipe in self.recipes.values() if recipe.needs_activations]
-
-    @property
-    def calibrates(self) -> bool:
-        """Whether the run collects the norms of inputs."""
-        return bool(self.scored) and self.options.activations is None
-
-    @property
-    def needs_text(self) -> bool:
-        """Whether the run needs a text: to calibrate, or to move weights."""
-        moves = any(recipe.update is not None for recipe in self.recipes.values())
-        return self.calibrates or moves
 
     @property
     def prepared(self) -> PreparedSuite:
@@ -173,7 +168,8 @@ def sweep_points(run: SweepRun, shared: RecipeWords) -> Sweep:
     _begin(run, shared)
     norms = run.norms
     if run.calibrates:
-        statistics = {name for recipe in run.scored for name in recipe.statistics}
+        scored = [recipe for recipe in run.recipes.values() if recipe.needs_activations]
+        statistics = {name for recipe in scored for name in recipe.statistics}
         norms = norms_in(run, run.folder.activations, statistics, run.folder.calibration)
     record = run.folder.record
     if record.dense is None:
@@ -184,8 +180,25 @@ def sweep_points(run: SweepRun, shared: RecipeWords) -> Sweep:
     measured = {ALL_KEPT: ("dense", record.dense)}
     for each in record.points:
         measured.setdefault(each.masks, (each.point.name, each.measures))
-    trials = Trials(run, run.folder.scratch / "checkpoint")
-    _Measuring(run, norms, record.dense, trials, measured).measure_points()
+    numbers: Numbers = {}  # of the magnitudes, shared by points whose counts they set
+    for place, point in enumerate(run.points, 1):
+        has_checkpoint = (run.folder.points / point.name / MANIFEST_NAME).is_file()
+        needs_none = has_checkpoint or not run.sweeping.keep
+        if needs_none and finished(record, point) is not None:
+            logger.info("%s: already finished; not measured again.", point.name)
+            continue
+        with stage(point.name):
+            report = _measure_point(run, point, norms, numbers, record.dense, measured)
+        run.folder.add(report)
+        measured.setdefault(report.masks, (point.name, report.measures))
+        logger.info(
+            "%s: done, %.2f %% removed; %d of %d.",
+            point.name,
+            100 * report.targets.sparsity_of_targets,
+            place,
+            len(run.points),
+        )
+    run.models.free()
     return record
 
 
@@ -200,7 +213,7 @@ def _begin(run: SweepRun, shared: RecipeWords) -> None:
     )
     made_of = {} if run.norms is None else {"norms": run.norms.digest}
     if run.text is not None:
-        made_of |= signature_of_text(run)
+        made_of |= calibration_signature(run.text, run.options)
     identity = dense.made_by.model.identity or ""
     if run.norms is not None:
         warn_if_foreign(run.norms, identity, run.source.folder)
@@ -219,7 +232,7 @@ def _begin(run: SweepRun, shared: RecipeWords) -> None:
     )
     record = Sweep(
         command=command_line(),
-        source=run.made_from(identity),
+        source=run.source.as_source(identity),
         suite=run.prepared.suite.name,
         made_by=made_by,
     )
@@ -227,158 +240,123 @@ def _begin(run: SweepRun, shared: RecipeWords) -> None:
     keep_generated(run.folder.path / SELF_NAME.name, run.text)
 
 
-@dataclass(frozen=True)
-class _Point:
-    """A point, and what decides its weights.
+def _measure_point(
+    sweep: SweepRun,
+    point: SweepPoint,
+    norms: Activations | None,
+    numbers: Numbers,
+    dense: Measures,
+    measured: Mapping[str, tuple[str, Measures]],
+) -> SweptPoint:
+    """Measure a point, and write with --keep its checkpoint.
 
-    Attributes:
-        run: with the recipe, the path and the stopwatch of the point.
-        norms: None: it needs none.
-        moved: by its update; None without one.
-    """
-
-    point: SweepPoint
-    run: SweepRun
-    norms: Activations | None
-    pruner: Pruner
-    moved: MovedWeights | None
-
-
-@dataclass(frozen=True)
-class _Measuring:
-    """The measurements of the points, one after the other.
-
-    Attributes:
+    Args:
         norms: None: no point needs them.
         dense: the measurements of the dense model.
-        trials: of the points.
         measured: digest of masks -> the point that had them first, and its measurements.
-        numbers: of the magnitudes, shared by points whose counts they set.
     """
-
-    run: SweepRun
-    norms: Activations | None
-    dense: Measures
-    trials: Trials
-    measured: dict[str, tuple[str, Measures]]
-    numbers: Numbers = field(default_factory=dict)
-
-    def measure_points(self) -> None:
-        """Measure the points that are not finished."""
-        points = self.run.points
-        folder = self.run.folder
-        for place, point in enumerate(points, 1):
-            has_checkpoint = (folder.points / point.name / MANIFEST_NAME).is_file()
-            needs_none = has_checkpoint or not self.run.sweeping.keep
-            if needs_none and finished(folder.record, point) is not None:
-                logger.info("%s: already finished; not measured again.", point.name)
-                continue
-            with stage(point.name):
-                report = self._measure(self._decided(point))
-            folder.add(report)
-            self.measured.setdefault(report.masks, (point.name, report.measures))
-            logger.info(
-                "%s: done, %.2f %% removed; %d of %d.",
-                point.name,
-                100 * report.targets.sparsity_of_targets,
-                place,
-                len(points),
-            )
-        self.run.models.free()
-
-    def _decided(self, point: SweepPoint) -> _Point:
-        """What decides the masks of a point, and the weights that its update moves."""
-        run = self.run
-        recipe = run.recipes[point.name]
-        if point.baseline_of is not None and isinstance(recipe.counts, Match):
-            folder = str(run.folder.points / point.baseline_of)
-            recipe = recipe.but(counts=replace(recipe.counts, run=folder))
-            of_point = {each.point.name: each for each in run.folder.record.points}
-            recipe = matched(recipe, run.targets, of_point[point.baseline_of])
-        scores = scores_of(run.chosen, recipe, run.checkpoint.config)
-        norms = self.norms if recipe.needs_activations else None
-        if norms is not None:
-            scores = scores.with_activations(norms)
-        pruner = Pruner(scores, counts_of(scores, self.numbers), run.sweeping.mask_device)
-        path = run.folder.points / point.name
-        run = replace(run, recipe=scores.recipe, path=path, stopwatch=Stopwatch())
-        _ = self.trials.in_memory
-        update = run.recipe.update
-        moved = None
-        if update is not None:
-            moved = MovedWeights(run.folder.scratch / "moved")
-            with stage(update.name), run.stopwatch(update.name):
-                move_weights(
-                    dense_model(run),
-                    pruner,
-                    update,
-                    run.data.in_turns,
-                    moved,
-                    run.options.batch_size,
-                    run.options.hidden_states,
-                )
-        return _Point(point, run, norms, pruner, moved)
-
-    def _measure(self, point: _Point) -> SweptPoint:
-        """Measure a point, and write with --keep its checkpoint."""
-        run = point.run
-        trial = self.trials.pruned(point.pruner, run.stopwatch, point.moved)
-        if not run.sweeping.keep:
-            with trial as (folder, outcomes):
-                return self._report(point, outcomes, folder)
-        norms = point.norms
-        digest = None if norms is None else norms.digest
-        needed = run.checkpoint.output_bytes
-        with OutputFolder(run.path, [run.source.folder], needed, overwrite=True) as out:
-            made_of = None if digest is None else {"norms": digest}
+    run, pruner = _decide(sweep, point, norms, numbers)
+    norms = norms if run.recipe.needs_activations else None
+    in_memory = sweep.in_memory
+    moved = _move(run, pruner)
+    origin = None if norms is None else norms.about
+    if origin is None and moved is not None:
+        origin = fit_origin(run.data, run.options.batch_size, sweep.origin)
+    with ExitStack() as stack:
+        out = None
+        if sweep.sweeping.keep:
+            needed = run.checkpoint.output_bytes
+            out = OutputFolder(run.path, [run.source.folder], needed, overwrite=True)
+            stack.enter_context(out)
+            made_of = None if norms is None else {"norms": norms.digest}
             out.begin(run_signature(run.checkpoint, run.recipe, made_of))
             with run.stopwatch("prune"):
-                written = write_checkpoint(point.pruner, out.files, out, point.moved)
-            # What is written is measured in memory, if that is the same.
-            kept = nullcontext((out.files, written.outcomes))
-            with trial if self.trials.in_memory else kept as (folder, outcomes):
-                report = self._report(point, outcomes, folder)
-            if norms is not None:
-                norms.save(out.files / ACTIVATIONS_NAME)
-            write_records(run, out.files, report, written.identity, digest, written.hashes)
-            out.complete()
-        return report
-
-    def _report(self, point: _Point, outcomes: Outcomes, folder: Path) -> SweptPoint:
-        """Measure a point.
-
-        Args:
-            folder: of the model; that of the dense one if its weights in memory are masked.
-        """
-        run = point.run
-        pruner = point.pruner
+                written = write_checkpoint(pruner, out.files, out, moved)
+        # What is written is measured in memory, if that is the same.
+        if out is not None and not in_memory:
+            folder = out.files
+            outcomes = written.outcomes
+        else:
+            scratch = run.folder.scratch / "checkpoint"
+            trial = try_masks(sweep, pruner, scratch, run.stopwatch, moved)
+            folder, outcomes = stack.enter_context(trial)
         masks = masks_digest(outcomes, run.recipe, pruner.scores.by_magnitude)
-        measures = self._measures(point, masks, folder)
-        source = run.folder.record.source
-        coverage = run.chosen.coverage
-        origin = None if point.norms is None else point.norms.about
-        if origin is None and point.moved is not None:
-            origin = fit_origin(run.data, run.options.batch_size, self.run.origin)
-        report = report_of(source, pruner, outcomes, coverage, point.moved, origin)
-        measured = {
+        measures = _measures(run, point, masks, folder, measured)
+        report = report_of(
+            run.folder.record.source, pruner, outcomes, run.chosen.coverage, moved, origin
+        )
+        about = {
             "dtype": run.models.dtype,
             "device_map": run.models.device_map,
-            "point": point_record(point.point),
+            "point": point_record(point),
             "masks": masks,
-            "evaluation": evaluation_record(run.prepared, self.dense, measures),
+            "evaluation": evaluation_record(run.prepared, dense, measures),
             "stages": stage_records(run.stopwatch.record),
         }
-        return SweptPoint(**msgspec.structs.asdict(report) | measured)
+        swept = SweptPoint(**msgspec.structs.asdict(report) | about)
+        if out is not None:
+            if norms is not None:
+                norms.save(out.files / ACTIVATIONS_NAME)
+            digest = None if norms is None else norms.digest
+            write_records(run, out.files, swept, written.identity, digest, written.hashes)
+            out.complete()
+    return swept
 
-    def _measures(self, point: _Point, masks: str, folder: Path) -> Measures:
-        """The measurements of a point: those of another one with the same masks, or new ones."""
-        name = point.point.name
-        if masks in self.measured:
-            first, same = self.measured[masks]
-            if first == name:  # only its checkpoint was missing
-                return same
-            logger.info("%s: the same masks as %s, so the same values.", name, first)
-            return Measures(perplexity=same.perplexity, tasks=same.tasks, same_masks_as=first)
-        run = point.run
-        with run.stopwatch("evaluate pruned"):
-            return measure(run.models.get(folder), run.prepared)
+
+def _decide(
+    run: SweepRun, point: SweepPoint, norms: Activations | None, numbers: Numbers
+) -> tuple[SweepRun, Pruner]:
+    """The run of a point, with its recipe, path and stopwatch, and what decides its masks."""
+    recipe = run.recipes[point.name]
+    if point.baseline_of is not None and isinstance(recipe.counts, Match):
+        folder = str(run.folder.points / point.baseline_of)
+        recipe = recipe.but(counts=replace(recipe.counts, run=folder))
+        of_point = {each.point.name: each for each in run.folder.record.points}
+        recipe = matched(recipe, run.targets, of_point[point.baseline_of])
+    scores = scores_of(run.chosen, recipe, run.checkpoint.config)
+    if norms is not None and recipe.needs_activations:
+        scores = scores.with_activations(norms)
+    pruner = Pruner(scores, counts_of(scores, numbers), run.sweeping.mask_device)
+    path = run.folder.points / point.name
+    return replace(run, recipe=scores.recipe, path=path, stopwatch=Stopwatch()), pruner
+
+
+def _move(run: SweepRun, pruner: Pruner) -> MovedWeights | None:
+    """The weights that the update of a point moves; None without one."""
+    update = run.recipe.update
+    if update is None:
+        return None
+    moved = MovedWeights(run.folder.scratch / "moved")
+    with stage(update.name), run.stopwatch(update.name):
+        move_weights(
+            dense_model(run),
+            pruner,
+            update,
+            run.data.in_turns,
+            moved,
+            run.options.batch_size,
+            run.options.hidden_states,
+        )
+    return moved
+
+
+def _measures(
+    run: SweepRun,
+    point: SweepPoint,
+    masks: str,
+    folder: Path,
+    measured: Mapping[str, tuple[str, Measures]],
+) -> Measures:
+    """The measurements of a point: those of another one with the same masks, or new ones.
+
+    Args:
+        folder: of the model; that of the dense one if its weights in memory are masked.
+    """
+    if masks in measured:
+        first, same = measured[masks]
+        if first == point.name:  # only its checkpoint was missing
+            return same
+        logger.info("%s: the same masks as %s, so the same values.", point.name, first)
+        return Measures(perplexity=same.perplexity, tasks=same.tasks, same_masks_as=first)
+    with run.stopwatch("evaluate pruned"):
+        return measure(run.models.get(folder), run.prepared)

@@ -28,7 +28,6 @@ from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import check_head, load_model
 from emp_llm.models.offload import is_offloaded
 from emp_llm.options.recipe import (
-    UNIT_CRITERIA,
     Effective,
     Match,
     Recipe,
@@ -51,14 +50,14 @@ from emp_llm.runs.prune_run import (
     PruneRun,
     awaits_evaluation,
     begin,
-    calibrated,
-    checked,
+    calibrate_once,
     finish,
+    make_run,
     moved_weights,
     output_of,
     plan_of,
 )
-from emp_llm.runs.run import dense_model
+from emp_llm.runs.run import check, dense_model
 from emp_llm.structure.choice import Choice, Removed, choose_units, removed_by_role
 from emp_llm.structure.scores import unit_scores
 from emp_llm.structure.unit_model import unit_model
@@ -131,13 +130,13 @@ def find_units(inputs: Inputs, structure: Structure) -> tuple[PruneRun, UnitMode
         made_of["matched"] = [[*role, *counts] for role, counts in matched.items()]
     for units in model.units:
         units.check(recipe)
-    if recipe.name in UNIT_CRITERIA and options.execution == "model":
+    if recipe.sums_units and options.execution == "model":
         raise UserError(
             f"--method {recipe.method} runs the model block by block; leave out --execution model."
         )
     coverage = model.architecture.coverage(model.targets)
     chosen = Chosen(model.architecture, model.targets, coverage)
-    return PruneRun.of(inputs, recipe, chosen, made_of), model
+    return make_run(inputs, recipe, chosen, made_of), model
 
 
 def plan_units(run: PruneRun, model: UnitModel) -> DryRun:
@@ -157,13 +156,18 @@ def prune_units(run: PruneRun, model: UnitModel) -> RunReport:
     """
     if awaits_evaluation(run):
         return read_report(run.path)
-    with output_of(run) as out:
+    with output_of(run.inputs, run.checkpoint) as out:
         healing = begin(run, out)
 
         # What the scores need: sums over the text, or the norms of the inputs of last layers.
-        sums = _sums(run, model, out) if run.sums_units else {}
-        norms = calibrated(run, out, model.calibrated) if run.calibrates else run.norms
-        feature: Feature | None = sums.get if run.sums_units else None
+        sums: dict[str, Tensor] = {}
+        norms = run.inputs.norms
+        feature: Feature | None = None
+        if run.recipe.sums_units:
+            sums = _sums(run, model, out)
+            feature = sums.get
+        if run.inputs.calibrates:
+            norms = calibrate_once(run, out, model.calibrated)
         if norms is not None:
             feature = norms.of
 
@@ -184,7 +188,7 @@ def prune_units(run: PruneRun, model: UnitModel) -> RunReport:
                 hidden_states=run.options.hidden_states,
             )
             moved = moved_weights(run, out, update.name, refit, decision.fitted)
-        dense = checked(run, run.source.folder)
+        dense = check(run, run.source.folder)
 
         # The first rank writes, and compares with the dense model. Healing trains what was written.
         report, hashes = ranks().first(partial(_write, run, model, decision, sums, moved, out))
@@ -214,18 +218,17 @@ def _sums(run: PruneRun, model: UnitModel, out: OutputFolder) -> dict[str, Tenso
         return sums
 
     with stage("score"):
-        times = out.finished("sums", out.files / SUMS_NAME)
-        if times is not None:
+        if out.has("sums", out.files / SUMS_NAME, run.stopwatch):
             kept = ranks().first(lambda: unfinished(out.files / SUMS_NAME, own_sums))
             if kept is not None:
-                run.stopwatch.record |= times
                 return kept
         blocks = run.recipe.targets.blocks
         runner = BlockwiseModel(dense_model(run), blocks, run.options.hidden_states)
         with run.stopwatch("score"):
             sums = model.units[0].sums(runner, model.units, run.data.tokens, run.options.batch_size)
-        out.write(SUMS_NAME, save(sums))
-        out.finish("sums", out.files / SUMS_NAME, dict(run.stopwatch.record))
+        if ranks().main:
+            write_bytes(out.files / SUMS_NAME, save(sums))
+        out.keep("sums", out.files / SUMS_NAME, run.stopwatch)
     return sums
 
 
@@ -319,14 +322,14 @@ def _write(
             _compare(run, decision, moved, out.files, record)
             out.note(compared=record.as_dict())
         record = compared or record
-    if run.judged is None:  # else --loss has found how many go
+    if run.inputs.judged is None:  # else --loss has found how many go
         warnings += _rounding(choices, decision.recipe)
     fits = {} if moved is None else moved.records()
     update = decision.recipe.update
     if update is not None:
         warnings += update_warnings(fits, decision.fitted, update)
     report = RunReport(
-        source=run.made_from(identity_of(model.checkpoint)),
+        source=run.source.as_source(identity_of(model.checkpoint)),
         command=command_line(),
         recipe=recorded(decision.recipe).with_found(decision.beta),
         calibration=None,
