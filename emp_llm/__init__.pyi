@@ -106,7 +106,7 @@ def bench(
         output: File for the figures, which report and push read; default: MODEL-bench.json.
         overwrite: Replace an existing file.
         verbose: Also log each step with its size, time and memory.
-        quiet: No progress and no log: only the result, warnings and errors.
+        quiet: No progress and no log: only result, warnings and errors.
     """
 
 def calibrate(
@@ -173,7 +173,7 @@ def calibrate(
         output: Activations file to write.
         overwrite: Replace an existing output.
         verbose: Also log each step with its size, time and memory.
-        quiet: No progress and no log: only the result, warnings and errors.
+        quiet: No progress and no log: only result, warnings and errors.
     """
 
 def env(
@@ -190,7 +190,7 @@ def env(
 
     Args:
         verbose: Also log each step with its size, time and memory.
-        quiet: No progress and no log: only the result, warnings and errors.
+        quiet: No progress and no log: only result, warnings and errors.
     """
 
 def evaluate(
@@ -248,7 +248,7 @@ def evaluate(
         runtime: Run the model dense, or from packed weights (sparse); baselines run dense.
         form: Format of the table.
         verbose: Also log each step with its size, time and memory.
-        quiet: No progress and no log: only the result, warnings and errors.
+        quiet: No progress and no log: only result, warnings and errors.
     """
 
 def fetch(
@@ -275,7 +275,7 @@ def fetch(
         tasks: lm-eval tasks a,b instead of a suite.
         calibration: Calibration text, as for prune.
         verbose: Also log each step with its size, time and memory.
-        quiet: No progress and no log: only the result, warnings and errors.
+        quiet: No progress and no log: only result, warnings and errors.
     """
 
 def generate(
@@ -320,7 +320,7 @@ def generate(
         seed: Seed of the choice.
         chat: Give the prompt as a user's message, by the tokenizer's chat template.
         verbose: Also log each step with its size, time and memory.
-        quiet: No progress and no log: only the result, warnings and errors.
+        quiet: No progress and no log: only result, warnings and errors.
     """
 
 def heal(
@@ -378,7 +378,7 @@ def heal(
         overwrite: Replace an existing checkpoint at the output.
         report_to: Send the numbers of the healing to this tracker while it runs.
         verbose: Also log each step with its size, time and memory.
-        quiet: No progress and no log: only the result, warnings and errors.
+        quiet: No progress and no log: only result, warnings and errors.
     """
 
 def measure(
@@ -465,7 +465,7 @@ def measure(
         betas: Betas at which to show the sparsity, separated by commas.
         loss: Budgets such as 1%,2%,5%: how much can go within each rise of the perplexity.
         verbose: Also log each step with its size, time and memory.
-        quiet: No progress and no log: only the result, warnings and errors.
+        quiet: No progress and no log: only result, warnings and errors.
     """
 
 def pack(
@@ -497,7 +497,7 @@ def pack(
         mask_only: Pack the mask without weights, for users who have the dense model.
         overwrite: Replace an existing folder at the output.
         verbose: Also log each step with its size, time and memory.
-        quiet: No progress and no log: only the result, warnings and errors.
+        quiet: No progress and no log: only result, warnings and errors.
     """
 
 def plan(
@@ -558,7 +558,7 @@ def plan(
         evaluate_options: Further options of every evaluate, as one text.
         trust_remote_code: Run code from the model repositories.
         verbose: Also log each step with its size, time and memory.
-        quiet: No progress and no log: only the result, warnings and errors.
+        quiet: No progress and no log: only result, warnings and errors.
     """
 
 @overload
@@ -729,7 +729,7 @@ def prune(
         private: Create that repository as private.
         push_revision: Branch to push to; created if missing. (--revision is the source's.)
         verbose: Also log each step with its size, time and memory.
-        quiet: No progress and no log: only the result, warnings and errors.
+        quiet: No progress and no log: only result, warnings and errors.
     """
 
 @overload
@@ -845,7 +845,7 @@ def push(
         overwrite: Replace other weights on the branch.
         dry_run: Print the card and the files, and push nothing.
         verbose: Also log each step with its size, time and memory.
-        quiet: No progress and no log: only the result, warnings and errors.
+        quiet: No progress and no log: only result, warnings and errors.
     """
 
 def report(
@@ -877,7 +877,7 @@ def report(
         title: Heading of the page.
         no_plots: Write tables only, without matplotlib.
         verbose: Also log each step with its size, time and memory.
-        quiet: No progress and no log: only the result, warnings and errors.
+        quiet: No progress and no log: only result, warnings and errors.
     """
 
 @overload
@@ -1007,7 +1007,7 @@ def sweep(
         keep: Also write the checkpoint of every point.
         dry_run: Print the plan of the sweep, and write nothing.
         verbose: Also log each step with its size, time and memory.
-        quiet: No progress and no log: only the result, warnings and errors.
+        quiet: No progress and no log: only result, warnings and errors.
     """
 
 @overload
@@ -1093,7 +1093,7 @@ def unpack(
         revision: Branch, tag or commit of a dense model from the Hub.
         overwrite: Replace an existing model folder at the output.
         verbose: Also log each step with its size, time and memory.
-        quiet: No progress and no log: only the result, warnings and errors.
+        quiet: No progress and no log: only result, warnings and errors.
     """
 
 def verify(
@@ -1138,5 +1138,5 @@ def verify(
         all_rows: Decide the masks of all rows by the slow reference; default: of one row in
             sixteen, and the others by the compiled kernel.
         verbose: Also log each step with its size, time and memory.
-        quiet: No progress and no log: only the result, warnings and errors.
+        quiet: No progress and no log: only result, warnings and errors.
     """

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin
 import emp_llm
 from emp_llm import COMMANDS as COMMANDS
 from emp_llm import __version__
-from emp_llm.common.declared import Node, Opt, Option, built, check_words, options_of
+from emp_llm.common.declared import Flag, Node, Option, build, check_words, options_of
 from emp_llm.common.errors import UserError, did_you_mean, disk_sentence, quotable, reason, visible
 from emp_llm.common.machine import default_modes
 from emp_llm.common.progress import loudness, progress_of
@@ -171,8 +171,8 @@ class _Terminated(BaseException):
 class Loudness:
     """What a command tells while it works. Warnings and errors are always shown."""
 
-    verbose: Annotated[bool, Opt("Also log each step with its size, time and memory.")] = False
-    quiet: Annotated[bool, Opt("No progress and no log: only the result, warnings and errors.")] = (
+    verbose: Annotated[bool, Flag("Also log each step with its size, time and memory.")] = False
+    quiet: Annotated[bool, Flag("No progress and no log: only result, warnings and errors.")] = (
         False
     )
 
@@ -181,7 +181,7 @@ def command(function: Callable[..., R]) -> Callable[..., R]:
     """Turn a function into a command. Its options are keyword arguments in Python, and flags in the
     shell.
 
-    Each parameter of the function is an option, annotated with an `Opt`; a group of options (a
+    Each parameter of the function is an option, annotated with a `Flag`; a group of options (a
     class with such fields, or `Some` of them); or `GivenOptions`. The options of `Loudness` are
     added. They are read when they are needed: a new method brings its own.
     """
@@ -211,7 +211,7 @@ def command(function: Callable[..., R]) -> Callable[..., R]:
             elif group is None:
                 arguments |= values
             elif issubclass(group, Node):
-                arguments[parameter] = built(group, values)
+                arguments[parameter] = build(group, values)
             else:
                 arguments[parameter] = group(**values)
         return arguments
@@ -244,7 +244,7 @@ def _documented(function: Callable[..., Any], options: Mapping[str, Option]) -> 
     """The docstring of a command, with its options as arguments."""
     lines = [inspect.getdoc(function) or "", "", "Args:"]
     for name, option in options.items():
-        about = f"{name}: {option.about.help}"
+        about = f"{name}: {option.declared.help}"
         lines.append(fill(about, 96, initial_indent=" " * 4, subsequent_indent=" " * 8))
     return "\n".join(lines)
 
@@ -393,9 +393,9 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
 
     options: dict[str, Option] = command.options()  # type: ignore[attr-defined]
     metavars = {
-        key: option.about.metavar or key.upper()
+        key: option.declared.metavar or key.upper()
         for key, option in options.items()
-        if option.about.argument
+        if option.declared.argument
     }
     shown = (text if options[key].required else f"[{text}]" for key, text in metavars.items())
     usage = " ".join([*shown, "[OPTIONS]"])
@@ -406,7 +406,9 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
         """Its help shows the options in groups."""
 
         def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-            lines = {key: (metavar, options[key].about.help) for key, metavar in metavars.items()}
+            lines = {
+                key: (metavar, options[key].declared.help) for key, metavar in metavars.items()
+            }
             for parameter in self.params:
                 key = parameter.name or ""
                 flags, text = parameter.get_help_record(ctx) or ("", "")
@@ -433,7 +435,7 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
             *(
                 _parameter(key, option)
                 for key, option in options.items()
-                if key not in metavars or option.about.flag
+                if key not in metavars or option.declared.flag
             ),
         ],
         help=about.partition("\n\n")[0] if shortened else about,
@@ -478,11 +480,11 @@ def _parameter(key: str, option: Option) -> "click.Option":
     """An option for click. `Option.in_shell` reads its value: the messages are ours."""
     import click
 
-    text = option.about.help
+    text = option.declared.help
     default = option.parameter.default
-    if option.required and not option.about.argument:
+    if option.required and not option.declared.argument:
         text += "  [required]"
-    elif not option.about.argument and default not in (None, "") and default is not False:
+    elif not option.declared.argument and default not in (None, "") and default is not False:
         shown = option.flag.partition("/")[0].removeprefix("--") if default is True else default
         text += f"  [default: {shown}]"
     known = (int, float, str, Path)
@@ -522,7 +524,7 @@ def help_groups(options: dict[str, Option], everything: bool) -> dict[str, list[
     title = "Options"
     for name, option in options.items():
         title = _GROUPS.get(name, title) if len(options) > _MANY else title
-        groups.setdefault("Arguments" if option.about.argument else title, []).append(name)
+        groups.setdefault("Arguments" if option.declared.argument else title, []).append(name)
     return {title: names for title, names in groups.items() if names}
 
 
@@ -580,7 +582,7 @@ def _completions(line: str) -> list[str]:
         flags = {
             flag: option
             for option in options
-            if option.about.flag or not option.about.argument
+            if option.declared.flag or not option.declared.argument
             for flag in option.flag.split("/")
         }
         option = flags.get(words[-2])

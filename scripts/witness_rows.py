@@ -15,7 +15,7 @@ from typing import NamedTuple
 from emp_llm import evaluate, prune
 from emp_llm.cli import parse
 from emp_llm.common.machine import free_memory
-from emp_llm.evaluation.comparison import Value, change_of, formatted, values_of
+from emp_llm.evaluation.comparison import Value, change_of, format_value, values_of
 from emp_llm.records.run_report import RunReport
 
 # Rows that do not fit in the time are left out, from the end.
@@ -195,7 +195,7 @@ def page(about: str, base: Value, found: list[Measured], samples: int, seqlen: i
     lines = [
         "| `emp-llm prune` | removed | perplexity | from dense | of Wanda's increase | seconds |",
         "|---|---:|---:|---:|---:|---:|",
-        f"| (dense) | | {formatted(base.value)} | | | |",
+        f"| (dense) | | {format_value(base.value)} | | | |",
     ]
     lines += [_line(row, base, found) for row in found]
     left = len(ROWS) - len(found)
@@ -225,6 +225,6 @@ def _line(row: Measured, base: Value, found: list[Measured]) -> str:
     ]
     share = f"{(row.value.value - base.value) / wanda[0]:.2f}" if wanda and wanda[0] > 0 else ""
     return (
-        f"| `{row.options}` | {row.sparsity:.2%} | {formatted(row.value.value)} | "
+        f"| `{row.options}` | {row.sparsity:.2%} | {format_value(row.value.value)} | "
         f"{change.value:+.2f}{error} % | {share} | {row.seconds:.0f} |"
     )

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from emp_llm.common.declared import declared, has_kinds
+from emp_llm.common.declared import fields_of, has_kinds
 from emp_llm.evaluation.suites import SuiteFile
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.base import FileRecord
@@ -63,7 +63,7 @@ def tree_schemas(kind: Any) -> dict[str, Any]:
         return found
     found = {}
     properties = {}
-    for field in declared(kind):
+    for field in fields_of(kind):
         if field.node is not None:
             reference = _reference(field.node)
             may_be_none = NoneType in field.value.types
@@ -73,7 +73,7 @@ def tree_schemas(kind: Any) -> dict[str, Any]:
             continue
         annotation = field.value.annotation
         properties[field.name] = {} if annotation is Any else msgspec.json.schema(annotation)
-        about = field.value.about
+        about = field.value.declared
         limits = {
             "description": about.help or None,
             "minimum": about.minimum,

@@ -27,7 +27,7 @@ from emp_llm.checkpoint.files import (
     file_hash,
     write_bytes,
 )
-from emp_llm.checkpoint.locks import locked
+from emp_llm.checkpoint.locks import lock
 from emp_llm.common import machine
 from emp_llm.common.errors import ReadError, UserError, disk_sentence, format_bytes
 
@@ -198,7 +198,7 @@ def test_write_that_fails(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _hold(path: Path, held: Any, done: Any) -> None:
-    with locked(path):
+    with lock(path):
         held.set()
         done.wait(60)
 
@@ -218,11 +218,11 @@ def test_lock_of_an_output_file(tmp_path: Path) -> None:
         rf"--output .*results\.json: another run is working on it \(process {first.pid} on "
         r".*Wait for that run, or stop it"
     )
-    with pytest.raises(UserError, match=match), locked(output):
+    with pytest.raises(UserError, match=match), lock(output):
         pass
     done.set()
     first.join()
-    with locked(output):
+    with lock(output):
         pass
     assert not list(output.parent.iterdir())
     (tmp_path / "file").touch()
@@ -231,7 +231,7 @@ def test_lock_of_an_output_file(tmp_path: Path) -> None:
             UserError,
             match=r"cannot be written there",
         ),
-        locked(tmp_path / "file" / "results.json"),
+        lock(tmp_path / "file" / "results.json"),
     ):
         pass
 

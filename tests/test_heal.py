@@ -79,7 +79,7 @@ from emp_llm.pruning import updates
 from emp_llm.records.base import read_record
 from emp_llm.records.run_report import RunReport
 from emp_llm.reporting.run_tables import check_lines, healing_lines
-from emp_llm.walk.moved import MovedWeights
+from emp_llm.walk.moved import UpdatedWeights
 
 Models = Callable[[str], Path]
 STEPS = 4
@@ -560,7 +560,7 @@ def test_block_by_block(llama: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
         assert bool((healed[name][weight == 0] == 0).all()) or "norm" in name
     assert runs.verified("healed")
     numbers = list[int]()
-    with stopped_when(MovedWeights, "put", lambda _, number, *__: number == 1):
+    with stopped_when(UpdatedWeights, "put", lambda _, number, *__: number == 1):
         llama.short("killed/out", **how)
     run = blocks._heal
     monkeypatch.setattr(
@@ -631,7 +631,7 @@ def test_too_little_memory_for_the_whole_model(
             command(heal_minutes=5.0)
     free = 1000
     calibrate = Mock()
-    monkeypatch.setattr("emp_llm.calibration.passes.calibrated", calibrate)
+    monkeypatch.setattr("emp_llm.calibration.passes.collect_norms", calibrate)
     with pytest.raises(
         UserError, match=r"cpu has 1.0 kB; block by block it takes .* Lower --seqlen"
     ):
@@ -766,8 +766,8 @@ def test_small_steps_add_up(halved: bool) -> None:
     assert layer.weight.dtype == torch.float32
     assert layer.weight.grad is None
     assert layer.weight[0, 0] == 0
-    moved = (wanted - start).abs().mean()
-    assert float((layer.weight.double() - wanted).abs().max()) < 0.02 * float(moved)
+    updated = (wanted - start).abs().mean()
+    assert float((layer.weight.double() - wanted).abs().max()) < 0.02 * float(updated)
 
 
 def test_a_diverging_training_changes_nothing(llama: Runs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from huggingface_hub.utils import http_backoff
 
 from emp_llm.common.errors import UserError
 from emp_llm.hub import client as hub_calls
-from emp_llm.hub.client import HUB_ERRORS, hub_errors_explained, with_retries
+from emp_llm.hub.client import HUB_ERRORS, explain_hub_errors, with_retries
 
 NOT_CACHED = "not (or not all of it) in the Hub cache, and the Hub cannot be reached"
 NOTHING = (
@@ -261,7 +261,7 @@ def test_errors_that_the_user_can_mend_are_sentences(error: Exception, words: st
     """Defects keep their traceback."""
     with (
         pytest.raises(type(error) if words is None else UserError) as caught,
-        hub_errors_explained("user/name"),
+        explain_hub_errors("user/name"),
     ):
         raise error
     if words is None:

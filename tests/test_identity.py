@@ -102,13 +102,13 @@ def test_a_models_own_text_is_written_again_for_another_config(
 ) -> None:
     monkeypatch.setenv("EMP_LLM_CACHE", str(tmp_path / "cache"))
     written = []
-    continued = data._continued
+    continued = data._continue
 
     def note(*arguments: Any) -> list[list[int]]:
         written.append(1)
         return continued(*arguments)
 
-    monkeypatch.setattr(data, "_continued", note)
+    monkeypatch.setattr(data, "_continue", note)
     for edit, writes in (
         (None, True),
         (None, False),

@@ -27,7 +27,7 @@ from emp_llm import (
     verify,
 )
 from emp_llm.cli import options_from
-from emp_llm.common.declared import Opt
+from emp_llm.common.declared import Flag
 from emp_llm.common.errors import UserError
 from emp_llm.options.recipe import Score
 from emp_llm.pruning.writing import read_manifest
@@ -46,7 +46,7 @@ class Shrink(Search):
 
     name = "shrink"
     title = "shrunken weights"
-    part: Annotated[float, Opt("Part of a kept weight.", above=0, maximum=1)] = 0.9
+    part: Annotated[float, Flag("Part of a kept weight.", above=0, maximum=1)] = 0.9
 
     def solve(self, weight: Tensor, moments: Moments, allowed: Allowed, damping: float) -> Solution:
         scores = weight.abs() * moments.gram.diagonal().sqrt()
@@ -64,7 +64,7 @@ class Power(Score):
 
     name = "power"
     title = "powers of weights"
-    power: Annotated[float, Opt("Exponent of the weights.", above=0)] = 1.0
+    power: Annotated[float, Flag("Exponent of the weights.", above=0)] = 1.0
 
     @property
     def criterion(self) -> Criterion:

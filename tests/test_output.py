@@ -19,7 +19,7 @@ from emp_llm import pack, prune, report, unpack
 from emp_llm.calibration.activations import Activations
 from emp_llm.checkpoint import output
 from emp_llm.checkpoint.files import write_bytes
-from emp_llm.checkpoint.locks import FileLock, locked
+from emp_llm.checkpoint.locks import FileLock, lock
 from emp_llm.checkpoint.output import OutputFile, OutputFolder, write_folder
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import CARD_MARK
@@ -317,12 +317,12 @@ def test_a_folder_named_files_is_no_proof_of_our_work(tmp_path: Path) -> None:
 def test_links_in_the_place_of_work_on_a_file(tmp_path: Path, name: str) -> None:
     thesis = _of_a_user(tmp_path / "mine") / "thesis.txt"
     (tmp_path / name).symlink_to(thesis)
-    with pytest.raises(UserError, match="is a link"), locked(tmp_path / "results.json"):
+    with pytest.raises(UserError, match="is a link"), lock(tmp_path / "results.json"):
         write_bytes(tmp_path / "results.json", b"{}")
     assert thesis.read_text() == "years of work"
     (tmp_path / name).unlink()
     (tmp_path / ".results.json.lock").write_text("a note")
-    with pytest.raises(UserError, match="is no lock of emp-llm"), locked(tmp_path / "results.json"):
+    with pytest.raises(UserError, match="is no lock of emp-llm"), lock(tmp_path / "results.json"):
         pass
     assert (tmp_path / ".results.json.lock").read_text() == "a note"
 

@@ -30,7 +30,7 @@ from emp_llm.cli import help_groups, options_from, parse
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import versions
 from emp_llm.options.base import parse_numbers
-from emp_llm.options.prune import checked_recipe
+from emp_llm.options.prune import check_recipe
 from emp_llm.pruning.dry_run import DryRun
 from emp_llm.records.run_report import read_report
 
@@ -247,7 +247,7 @@ def test_an_option_with_its_default_is_given(line: str, says: str) -> None:
     """What conflicts with other values conflicts with the default too, if it is written."""
     groups = options_from("prune", ["llama", *line.split()]).groups
     with pytest.raises(UserError, match=re.escape(says)) if says else nullcontext():
-        checked_recipe(**groups)
+        check_recipe(**groups)
 
 
 def test_a_pruned_model_is_noticed(
@@ -590,7 +590,7 @@ def test_signatures_show_plain_types() -> None:
 
     told = pydoc.render_doc(emp_llm.prune, renderer=pydoc.plaintext)
     assert "Annotated" not in told
-    assert "Opt(" not in told
+    assert "Flag(" not in told
     assert "sparsity: float | None = None" in told
 
 

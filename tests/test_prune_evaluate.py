@@ -199,7 +199,7 @@ def test_a_calibrated_run_resumes_without_calibrating(
         patch.setattr("emp_llm.evaluation.evaluate.evaluation_record", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             prune(evaluable_llama, **options)
-    monkeypatch.setattr("emp_llm.calibration.passes.calibrated", None)
+    monkeypatch.setattr("emp_llm.calibration.passes.collect_norms", None)
     monkeypatch.setattr(OneModel, "get", None)  # both models are measured already
     report = prune(evaluable_llama, **options)
     assert report.evaluation.dense != report.evaluation.pruned

@@ -35,9 +35,9 @@ from emp_llm import (
     prune_model,
     recipe_of,
 )
-from emp_llm.common.declared import declared, kinds_of
+from emp_llm.common.declared import fields_of, kinds_of
 from emp_llm.options.recipe import Counts, Score, Structure, UnitScore
-from emp_llm.pruning.scores import recorded
+from emp_llm.pruning.scores import as_recorded
 from emp_llm.pruning.writing import read_manifest
 from emp_llm.records.base import record_of
 from emp_llm.records.manifest import Manifest
@@ -122,11 +122,11 @@ def odd_nodes(kind: Any) -> st.SearchStrategy[Callable[[], Any]]:
         if "emp_llm" not in each.__module__:  # of another test
             continue
         values = {}
-        for field in declared(each):
+        for field in fields_of(each):
             known = field.value.choices or ([] if field.node is None else [None, field.node])
             values[field.name] = st.sampled_from([*known, *ODD])
         required = {
-            field.name: values.pop(field.name) for field in declared(each) if field.value.required
+            field.name: values.pop(field.name) for field in fields_of(each) if field.value.required
         }
         drawn = st.fixed_dictionaries(required, optional=values)
         made.append(drawn.map(lambda given, each=each: lambda: each(**given)))
@@ -213,7 +213,7 @@ recipes = st.one_of(
 
 def read_again(recipe: Recipe) -> Recipe:
     """A recipe that went through the JSON of a record."""
-    written = Manifest(source={}, recipe=recorded(recipe), files={})  # type: ignore[arg-type]
+    written = Manifest(source={}, recipe=as_recorded(recipe), files={})  # type: ignore[arg-type]
     values = json.loads(written.encoded())
     return record_of(values, Manifest, "a manifest").recipe
 
@@ -237,7 +237,7 @@ def test_what_is_not_refused_is_recorded(
         recipe = Recipe(score=score, counts=counts(), group=group, update=update, heal=heal)
     except UserError:
         return
-    assert read_again(recipe) == recorded(recipe)
+    assert read_again(recipe) == as_recorded(recipe)
 
 
 odd_heals = st.one_of(st.just(lambda: None), odd_nodes(Heal))
@@ -266,7 +266,7 @@ def test_odd_values_are_refused_or_recorded(made: tuple[Callable[[], Any], ...])
     ]
     for tree in trees:
         try:
-            recipe = recorded(Recipe(**tree))
+            recipe = as_recorded(Recipe(**tree))
         except UserError:
             continue
         assert read_again(recipe) == recipe
@@ -275,9 +275,9 @@ def test_odd_values_are_refused_or_recorded(made: tuple[Callable[[], Any], ...])
 
 @given(recipes)
 def test_the_record_of_a_recipe_reads_back_equal(recipe: Recipe) -> None:
-    assert read_again(recipe) == recorded(recipe)
+    assert read_again(recipe) == as_recorded(recipe)
     assert read_again(read_again(recipe)) == read_again(recipe)
-    assert hash(read_again(recipe)) == hash(recorded(recipe))
+    assert hash(read_again(recipe)) == hash(as_recorded(recipe))
     assert dataclasses.replace(recipe) == recipe
     assert list(dataclasses.asdict(recipe)) == [each.name for each in dataclasses.fields(recipe)]
 
@@ -351,7 +351,7 @@ def test_verify_finds_no_difference(
     tokenizer.save_pretrained(folder)
     report.save(folder)
     asked = report.record.recipe
-    assert asked == recorded(recipe).with_found(asked.counts.in_force)
+    assert asked == as_recorded(recipe).with_found(asked.counts.in_force)
     assert read_manifest(folder).recipe == asked
     check_verified(folder, source)
 

@@ -29,7 +29,7 @@ from emp_llm.models.blockwise import HiddenStates
 from emp_llm.pruning import writing
 from emp_llm.records.run_report import read_report
 from emp_llm.walk import update as walk
-from emp_llm.walk.moved import MovedWeights
+from emp_llm.walk.moved import UpdatedWeights
 
 Models = Callable[[str], Path]
 METHODS: dict[str, dict[str, Any]] = {
@@ -92,7 +92,7 @@ def whole(request: pytest.FixtureRequest, options: Options, whole_run: Any) -> t
 
 def killed_at_block(options: dict[str, Any], block: int) -> None:
     """Kill a run when it is about to keep the weights of a block."""
-    with stopped_when(MovedWeights, "put", lambda _, number, *__: number == block):
+    with stopped_when(UpdatedWeights, "put", lambda _, number, *__: number == block):
         prune(**options)
 
 
@@ -120,7 +120,7 @@ def test_a_killed_fit_resumes(
     assert {path.name for path in kept.iterdir()} == {"block-00000.safetensors", "blocks.json"}
     updated = count_updates(monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(passes, "calibrated", lambda *_, **__: pytest.fail("calibrated again"))
+        patch.setattr(passes, "collect_norms", lambda *_, **__: pytest.fail("calibrated again"))
         with stopped(writing._ShardFile, "put_rows"):
             prune(**options)
     prune(**options)

@@ -27,7 +27,7 @@ from runs import NAMES, report_of, save_run
 from emp_llm import report
 from emp_llm.common.errors import UserError
 from emp_llm.common.tables import csv_table
-from emp_llm.evaluation.comparison import signed
+from emp_llm.evaluation.comparison import sign_change
 from emp_llm.records.run_report import read_report
 
 HOSTILE = "<script>alert('x')</script> $\\frac{$ & |a|_b_\x00\u202e\"quoted\""
@@ -98,7 +98,7 @@ def test_the_page_begins_with_what_was_pruned_its_cost_and_the_baseline(
         f"{100 * targets[name]:.2f}"
         for name in ("sparsity_of_targets", "sparsity_of_all_parameters")
     )
-    cost, gain = (signed(100 * (pruned / other - 1)) for other in (dense, base))
+    cost, gain = (sign_change(100 * (pruned / other - 1)) for other in (dense, base))
     row = f"| emp | EMP-magnitude | 1 | {share} | {of_all} | {pruned:.3f} | {cost} ± "
     assert row in text
     assert f"| uniform | magnitude, uniform rows |  | {share} | {of_all} | {base:.3f} | " in text

@@ -21,7 +21,7 @@ from test_conversations import TEMPLATE, write
 from emp_llm import calibrate, measure, prune, sweep
 from emp_llm.calibration import data
 from emp_llm.calibration.activations import Activations
-from emp_llm.checkpoint.locks import locked
+from emp_llm.checkpoint.locks import lock
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import cache_folder
 from emp_llm.pruning.dry_run import DryRun
@@ -47,7 +47,7 @@ def prompts(tmp_path: Path) -> str:
 def batches(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The numbers of the documents of each batch that the model writes."""
     found = []
-    continued = data._continued
+    continued = data._continue
 
     def note(
         model: Any, tokenizer: Any, begun: dict[int, list[int]], *more: Any
@@ -55,7 +55,7 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         found.append(list(begun))
         return continued(model, tokenizer, begun, *more)
 
-    monkeypatch.setattr(data, "_continued", note)
+    monkeypatch.setattr(data, "_continue", note)
     return found
 
 
@@ -128,7 +128,7 @@ def test_a_second_run_waits_for_the_text_of_the_first(
         path.unlink()
         batches.clear()
         with ThreadPoolExecutor(1) as threads:
-            with locked(path):
+            with lock(path):
                 second = threads.submit(written, tmp_path, model)
                 time.sleep(0.5)
                 assert not second.done()

@@ -59,7 +59,7 @@ def weights_of(model: Any) -> Weights:
     return {name: values.detach().clone() for name, values in model.state_dict().items()}
 
 
-def moved(model: Any, dense: Any) -> Weights:
+def updated(model: Any, dense: Any) -> Weights:
     prune_model(model, "emp-admm", IDS)
     return weights_of(model)
 
@@ -77,7 +77,7 @@ def propagated(model: Any, dense: Any) -> Weights:
     return weights_of(model)
 
 
-CALLS = [moved, healed, propagated]
+CALLS = [updated, healed, propagated]
 
 
 @pytest.fixture(scope="module")

@@ -39,9 +39,9 @@ from emp_llm.calibration.texts import (
 from emp_llm.checkpoint.agreement import check_agreement
 from emp_llm.checkpoint.checkpoint import Checkpoint, config_digest, identity_of
 from emp_llm.checkpoint.files import room_for, unfinished, write_bytes
-from emp_llm.checkpoint.locks import locked
+from emp_llm.checkpoint.locks import lock
 from emp_llm.common.declared import check_type
-from emp_llm.common.errors import UserError, count_of, shortened_list, well_formed
+from emp_llm.common.errors import UserError, count_of, repair_text, shorten_list
 from emp_llm.common.machine import enough_memory
 from emp_llm.common.paths import cache_folder
 from emp_llm.common.progress import progress_bar
@@ -136,7 +136,7 @@ class CalibrationText:
             msgspec.structs.replace(corpus, samples=len(ids))
             for corpus, ids in zip(self.corpora, self.training, strict=True)
         ]
-        return replace(self, corpora=corpora, tokens=_joined(self.training), training=None)
+        return replace(self, corpora=corpora, tokens=_join(self.training), training=None)
 
     def _of_corpora(self) -> tuple[Tensor, ...]:
         return torch.split(self.tokens, [corpus.samples or 0 for corpus in self.corpora])
@@ -242,14 +242,14 @@ def read_text(
         rest.append(ids[samples : samples + judging].clone())
         # What follows them takes their place, since a copy of all would be as long.
         for first in range(samples + judging, len(ids), judging):
-            moved = ids[first : first + judging]
-            ids[first - judging :][: len(moved)] = moved
+            updated = ids[first : first + judging]
+            ids[first - judging :][: len(updated)] = updated
         longer.append(ids[: len(ids) - len(rest[-1])])
     following = torch.cat(rest)
     seeded = any(corpus.shuffle or corpus.generate for corpus in corpora)
     return CalibrationText(
         corpora,
-        _joined(tokens),
+        _join(tokens),
         seed=options.seed if seeded else None,
         held_out=following if len(following) else None,
         training=tuple(longer) if sum(map(len, tokens)) < sum(map(len, longer)) else None,
@@ -286,7 +286,7 @@ def token_ids(
                 f"{corpus.source}: only --calibration lets the model write a text. Give a "
                 "self.jsonl."
             )
-        return written_ids(corpus, tokenizer, seed, writer)
+        return write_ids(corpus, tokenizer, seed, writer)
     samples = corpus.samples
     seqlen = corpus.seqlen
     begin = begin_token(corpus.bos, tokenizer)
@@ -380,7 +380,7 @@ def _room(*shape: int) -> Tensor:
         return torch.frombuffer(mmap(file.fileno(), size), dtype=torch.int64).view(shape)
 
 
-def _joined(tokens: Sequence[Tensor]) -> Tensor:
+def _join(tokens: Sequence[Tensor]) -> Tensor:
     """Token ids one after the other; a single tensor as it is."""
     if len(tokens) == 1:
         return tokens[0]
@@ -444,7 +444,7 @@ def _ids(
     for text, special in texts:
         known = isinstance(text, tuple)
         try:
-            ids.extend(text if known else _tokenised(text, tokenizer, special, wanted - len(ids)))
+            ids.extend(text if known else _tokenise(text, tokenizer, special, wanted - len(ids)))
         except OverflowError as error:
             raise UserError(
                 f"{source}: a token id has more than 63 bits, so it is none. Correct the row."
@@ -457,16 +457,16 @@ def _ids(
             break
     if ids:
         pieces.append(torch.frombuffer(ids, dtype=torch.int64))
-    return _joined(pieces or [torch.empty(0, dtype=torch.int64)])
+    return _join(pieces or [torch.empty(0, dtype=torch.int64)])
 
 
-def _tokenised(text: str, tokenizer: Any, special: bool, wanted: float) -> list[int]:
+def _tokenise(text: str, tokenizer: Any, special: bool, wanted: float) -> list[int]:
     """The token ids of a text, or at least the first `wanted` of them: then only its beginning is
     tokenised.
     """
     if not text.strip():
         return []
-    text = well_formed(text)
+    text = repair_text(text)
     size = int(min(len(text), _CHARACTERS * wanted))
     while True:
         # A warning of texts longer than the model's context would mislead: they are cut.
@@ -481,7 +481,7 @@ def _tokenised(text: str, tokenizer: Any, special: bool, wanted: float) -> list[
 # Text that the model itself writes.
 
 
-def written_ids(
+def write_ids(
     corpus: Corpus,
     tokenizer: Any,
     seed: int,
@@ -526,7 +526,7 @@ def written_ids(
     with ExitStack() as stack:
         documents = _documents_in(path)
         if wanted > sum(map(len, documents)):
-            stack.enter_context(locked(path, str(path), math.inf))
+            stack.enter_context(lock(path, str(path), math.inf))
             documents = _documents_in(path)  # by now, another run may have written it
         missing = wanted - sum(map(len, documents))
         bar = stack.enter_context(progress_bar(missing, "write text", "tok"))
@@ -534,7 +534,7 @@ def written_ids(
             first = len(documents) + ranks().index * writer.batch_size
             numbers = range(first, first + writer.batch_size)
             begun = {number: prompts[number % len(prompts)] for number in numbers}
-            batch = _continued(models.get(folder, writer.quantization), tokenizer, begun, new, seed)
+            batch = _continue(models.get(folder, writer.quantization), tokenizer, begun, new, seed)
             written = [document for batch in ranks().gather(batch) for document in batch]
             documents += written
             if ranks().main:
@@ -588,7 +588,7 @@ def _prompt_ids(corpus: Corpus, tokenizer: Any, seed: int) -> list[list[int]]:
     return prompts
 
 
-def _continued(
+def _continue(
     model: PreTrainedModel, tokenizer: Any, begun: dict[int, list[int]], new: int, seed: int
 ) -> list[list[int]]:
     """Documents, given prompts by their numbers: the prompt, and `new` tokens more, or up to an end
@@ -674,7 +674,7 @@ def data_in_memory(
         return _text_of_ids(data, options, config)
     if isinstance(data, Mapping):
         raise UserError(
-            f"data: a mapping of {shortened_list([*map(str, data)])}; give one of its values, "
+            f"data: a mapping of {shorten_list([*map(str, data)])}; give one of its values, "
             "texts, token ids, a DataLoader, or the name of a recipe."
         )
     rows = _rows_in_memory(data)

@@ -26,7 +26,7 @@ _OF_TEXT = {"calibration", "samples", "seqlen", "seed"}
 _OF_PASSES = tuple(field.name for field in fields(QuantizationOptions))  # of prune
 
 
-def given_norms(
+def read_given_norms(
     options: NormOptions, recipe: Recipe, given: GivenOptions, checks: bool = False
 ) -> "Activations | None":
     """The activations of --activations, if given and needed. Options without effect, of the

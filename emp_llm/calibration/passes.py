@@ -98,7 +98,7 @@ class Masker(Protocol):
         """
 
 
-def calibrated(
+def collect_norms(
     model: PreTrainedModel,
     data: CalibrationText,
     layers: list[Layer],
@@ -309,7 +309,7 @@ def calibrate_model(
     hint = (
         "it does not run on text alone ({}). Use a magnitude method, which needs no forward pass."
     )
-    guard = partial(_explained, model, hint if find_towers(model).others else None)
+    guard = partial(_explain_errors, model, hint if find_towers(model).others else None)
     total = sum(batch.numel() for batch in batches), "tok"
     try:
         return norms_of_batches(
@@ -322,7 +322,7 @@ def calibrate_model(
 
 
 @contextmanager
-def _explained(model: PreTrainedModel, hint: str | None, ids: Tensor) -> Iterator[None]:
+def _explain_errors(model: PreTrainedModel, hint: str | None, ids: Tensor) -> Iterator[None]:
     """Turn an error of a model that does not take its inputs, or a lack of memory, into a
     UserError.
 
@@ -480,26 +480,26 @@ def _call(body: nn.Module, inputs: dict[str, Any], device: torch.device) -> None
     A model of transformers gets floats in its own dtype, and only the arguments that it takes.
     """
     dtype = body.dtype if isinstance(body, PreTrainedModel) else None
-    moved = {}
+    updated = {}
     for name, value in inputs.items():
-        moved[name] = value
+        updated[name] = value
         if isinstance(value, Tensor):
             if value.is_inference():  # hooks ask for the version of a layer's input
                 value = value.clone()
-            moved[name] = value.to(device, dtype if value.is_floating_point() else None)
+            updated[name] = value.to(device, dtype if value.is_floating_point() else None)
     if not isinstance(body, PreTrainedModel):
-        positional = [moved.pop("")] if "" in moved else []
-        body(*positional, **moved)
+        positional = [updated.pop("")] if "" in updated else []
+        body(*positional, **updated)
         return
-    if "" in moved:
-        moved["input_ids"] = moved.pop("")
-    if is_encoder_decoder(body) and "input_ids" in moved and "decoder_input_ids" not in moved:
-        moved["decoder_input_ids"] = decoder_ids(body, moved["input_ids"])
+    if "" in updated:
+        updated["input_ids"] = updated.pop("")
+    if is_encoder_decoder(body) and "input_ids" in updated and "decoder_input_ids" not in updated:
+        updated["decoder_input_ids"] = decoder_ids(body, updated["input_ids"])
     parameters = inspect.signature(body.forward).parameters
     if not any(argument.kind == argument.VAR_KEYWORD for argument in parameters.values()):
-        moved = {name: value for name, value in moved.items() if name in parameters}
+        updated = {name: value for name, value in updated.items() if name in parameters}
     with fast_attention(device, body.dtype):
-        body(**moved, use_cache=False)
+        body(**updated, use_cache=False)
 
 
 @contextmanager
@@ -797,7 +797,7 @@ def calibrate_blocks(
             if masker is not None and targets:
                 collected.paused = True
                 masks = {target: masker.mask(target, of_block) for target in targets}
-                with _masked(model, masks):
+                with _mask(model, masks):
                     step.run()
                 collected.paused = False
             if progress is not None and step.index + 1 < len(runner.blocks):
@@ -809,7 +809,7 @@ def calibrate_blocks(
 
 
 @contextmanager
-def _masked(model: PreTrainedModel, masks: dict[Target, Tensor]) -> Iterator[None]:
+def _mask(model: PreTrainedModel, masks: dict[Target, Tensor]) -> Iterator[None]:
     """Inside this context, weights are zero where their masks are false. Theirs are copies: the
     dense ones may lie in a mapped file, whose pages need no memory as long as nobody writes to
     them.

@@ -25,7 +25,7 @@ FOLDER = "a folder in place of a file"  # for `link_sentence`
 
 
 @contextmanager
-def locked(path: Path, subject: str | None = None, patience: float = 0.0) -> Iterator[None]:
+def lock(path: Path, subject: str | None = None, patience: float = 0.0) -> Iterator[None]:
     """Hold the lock of an output file, `.NAME.lock` beside it, in this context; only the first rank
     holds it. The folder is created if missing.
 

@@ -283,7 +283,7 @@ def torch_dtype(name: str) -> "torch.dtype":
     }[name]
 
 
-def dequantised_rows(matrix: Matrix, first: int, weights: "Tensor") -> "Tensor":
+def dequantise_rows(matrix: Matrix, first: int, weights: "Tensor") -> "Tensor":
     """The values of the rows from `first` on, which are given as stored: times their scales in
     float32 if the matrix has scales, else unchanged.
     """

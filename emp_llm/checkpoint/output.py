@@ -43,7 +43,7 @@ from emp_llm.checkpoint.files import (
     warn_of_damage,
     write_own,
 )
-from emp_llm.checkpoint.locks import FileLock, link_sentence, locked
+from emp_llm.checkpoint.locks import FileLock, link_sentence, lock
 from emp_llm.common.errors import (
     ReadError,
     RefusedError,
@@ -51,7 +51,7 @@ from emp_llm.common.errors import (
     format_bytes,
     quotable,
     reason,
-    shortened_list,
+    shorten_list,
 )
 from emp_llm.common.machine import OutOfMemory, Stopwatch, Times
 from emp_llm.common.paths import (
@@ -477,7 +477,7 @@ class OutputFile(contextlib.ExitStack):
 
     def __enter__(self) -> Self:
         check_own(self.progress, CALIBRATION_FILES)
-        self.enter_context(locked(self.path))
+        self.enter_context(lock(self.path))
         self._before = file_state(self.path)
         return self
 
@@ -531,7 +531,7 @@ def check_own(folder: Path, ours: Sequence[str], marks: Sequence[str] = ("*",)) 
     # deleted, but still open somewhere.
     names = [path.name for path in folder.iterdir() if not path.name.startswith(".nfs")]
     foreign = [name for name in names if not any(fnmatch(name, pattern) for pattern in ours)]
-    shown = shortened_list(sorted(map(quotable, foreign or names)))
+    shown = shorten_list(sorted(map(quotable, foreign or names)))
     if foreign or (names and not any(fnmatch(name, mark) for name in names for mark in marks)):
         raise UserError(
             f"{folder} holds {shown}, which emp-llm did not put there, so the folder is "
@@ -701,7 +701,7 @@ def _check_foreign(path: Path, subject: str, listed: Collection[str]) -> None:
     ]
     if foreign:
         raise UserError(
-            f"{subject}: it also holds {shortened_list([quotable(name) for name in foreign])}, "
+            f"{subject}: it also holds {shorten_list([quotable(name) for name in foreign])}, "
             "which emp-llm did not write there, so --overwrite does not replace it. Move that "
             "away, or name another folder."
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from emp_llm.checkpoint.files import write_bytes
 from emp_llm.checkpoint.output import check_output_file
 from emp_llm.cli import command
-from emp_llm.common.declared import Opt
+from emp_llm.common.declared import Flag
 from emp_llm.common.errors import UserError, count_of, format_bytes, reason
 from emp_llm.common.machine import command_line, processor_name, resident_memory, versions
 from emp_llm.common.paths import data_folder
@@ -36,21 +36,21 @@ class BenchOptions(DeviceOptions, ModelOptions):
     """Options of `bench`. The model is pruned or packed."""
 
     baseline: Annotated[
-        str | None, Opt("Dense model to compare with; default: the same model, run dense.")
+        str | None, Flag("Dense model to compare with; default: the same model, run dense.")
     ] = None
-    prompt_tokens: Annotated[int, Opt("Tokens of each prompt.", minimum=1)] = 128
-    new_tokens: Annotated[int, Opt("Tokens to decode after it.", minimum=1)] = 32
-    batch_sizes: Annotated[str, Opt("Numbers of sequences at a time, separated by commas.")] = (
+    prompt_tokens: Annotated[int, Flag("Tokens of each prompt.", minimum=1)] = 128
+    new_tokens: Annotated[int, Flag("Tokens to decode after it.", minimum=1)] = 32
+    batch_sizes: Annotated[str, Flag("Numbers of sequences at a time, separated by commas.")] = (
         "1,4,16"
     )
     repeats: Annotated[
-        int, Opt("Rounds; both models run in each, and medians are reported.", minimum=1)
+        int, Flag("Rounds; both models run in each, and medians are reported.", minimum=1)
     ] = 5
     output: Annotated[
         Path | None,
-        Opt("File for the figures, which report and push read; default: MODEL-bench.json."),
+        Flag("File for the figures, which report and push read; default: MODEL-bench.json."),
     ] = None
-    overwrite: Annotated[bool, Opt("Replace an existing file.")] = False
+    overwrite: Annotated[bool, Flag("Replace an existing file.")] = False
 
 
 @command

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from emp_llm.cli import command
-from emp_llm.common.declared import Opt
+from emp_llm.common.declared import Flag
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.paths import SELF_NAME
 from emp_llm.common.progress import load_packages
@@ -30,17 +30,17 @@ def calibrate(
     quantized: QuantizationOptions,
     *,
     targets: Annotated[
-        str | list[str], Opt("Layers, as for prune; the default covers any later choice.")
+        str | list[str], Flag("Layers, as for prune; the default covers any later choice.")
     ] = "all-linear",
     statistics: Annotated[
         str | None,
-        Opt(
+        Flag(
             "Further statistics, for criteria of your own: mean, variance, maximum, separated by "
             "commas."
         ),
     ] = None,
-    output: Annotated[Path, Opt("Activations file to write.")] = Path("activations.safetensors"),
-    overwrite: Annotated[bool, Opt("Replace an existing output.")] = False,
+    output: Annotated[Path, Flag("Activations file to write.")] = Path("activations.safetensors"),
+    overwrite: Annotated[bool, Flag("Replace an existing output.")] = False,
 ) -> "Activations":
     """Run a text through a model and write the 2-norm of every input feature of its linear layers.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from emp_llm.cli import command
-from emp_llm.common.declared import Opt
+from emp_llm.common.declared import Flag
 from emp_llm.common.errors import UserError
 from emp_llm.common.progress import load_packages
 from emp_llm.evaluation.suites import suite_of
@@ -57,29 +57,29 @@ class Subject:
 
 @command
 def evaluate(
-    model: Annotated[str, Opt("Model folder or Hub id.", argument=True, flag="--model")],
+    model: Annotated[str, Flag("Model folder or Hub id.", argument=True, flag="--model")],
     *,
-    revision: Annotated[str | None, Opt("Branch, tag or commit of --model on the Hub.")] = None,
+    revision: Annotated[str | None, Flag("Branch, tag or commit of --model on the Hub.")] = None,
     trust_remote_code: TrustRemoteCode = False,
     suite_options: SuiteOptions,
     loading: LoadingOptions,
     quantized: QuantizationOptions,
     output: Annotated[
-        Path | None, Opt("Results file; default: MODEL-SUITE.json in the current folder.")
+        Path | None, Flag("Results file; default: MODEL-SUITE.json in the current folder.")
     ] = None,
-    overwrite: Annotated[bool, Opt("Evaluate again if the output already holds results.")] = False,
+    overwrite: Annotated[bool, Flag("Evaluate again if the output already holds results.")] = False,
     baseline: Annotated[
         str | None,
-        Opt("Model to compare with (a Hub id may end in @REVISION), or its results file."),
+        Flag("Model to compare with (a Hub id may end in @REVISION), or its results file."),
     ] = None,
     beside: Annotated[
-        list[Path] | None, Opt("Results file of another model to add to the table; repeatable.")
+        list[Path] | None, Flag("Results file of another model to add to the table; repeatable.")
     ] = None,
-    batch_size: Annotated[str | int, Opt("Examples per forward pass of a task, or auto.")] = "8",
+    batch_size: Annotated[str | int, Flag("Examples per forward pass of a task, or auto.")] = "8",
     runtime: Annotated[
-        Runtime, Opt("Run the model dense, or from packed weights (sparse); baselines run dense.")
+        Runtime, Flag("Run the model dense, or from packed weights (sparse); baselines run dense.")
     ] = "dense",
-    form: Annotated[TableFormat, Opt("Format of the table.", flag="--format")] = "terminal",
+    form: Annotated[TableFormat, Flag("Format of the table.", flag="--format")] = "terminal",
 ) -> Evaluated:
     """Evaluate a model on a suite, write the results to a file, and compare them with a baseline in
     a table.
@@ -92,7 +92,7 @@ def evaluate(
     Returns the results and the table.
     """
     load_packages()
-    from emp_llm.checkpoint.locks import locked
+    from emp_llm.checkpoint.locks import lock
     from emp_llm.common.machine import free_memory
     from emp_llm.common.progress import stage
     from emp_llm.evaluation.evaluate import evaluate_model, missing, prepare_suite
@@ -148,7 +148,7 @@ def evaluate(
             engine: Runtime = "dense",
         ) -> Subject:
             path = file.with_name(f"{file.stem}{mark}.json") if mark else file
-            stack.enter_context(locked(path))  # before its earlier results are read
+            stack.enter_context(lock(path))  # before its earlier results are read
             results = new_results(
                 source, suite, size, loading.dtype, loading.device_map, bits, engine
             )
@@ -186,7 +186,7 @@ def evaluate(
                     save_results(run.results, run.path)
                 continue
             with stage(f"evaluate {run.source.short_name}"):
-                loaded = _loaded(run, loading, trust)
+                loaded = _load(run, loading, trust)
                 evaluate_model(loaded, prepared.pop(run.path), run.results, run.path)
                 del loaded
                 free_memory()
@@ -195,7 +195,7 @@ def evaluate(
     return Evaluated(results, compare(every, form))
 
 
-def _loaded(run: Subject, loading: LoadingOptions, trust_remote_code: bool) -> Any:
+def _load(run: Subject, loading: LoadingOptions, trust_remote_code: bool) -> Any:
     """The model of a run, by its runtime."""
     from emp_llm.models.loading import load_model
     from emp_llm.runtime.loader import load, run_device

@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from emp_llm.cli import command
-from emp_llm.common.declared import Opt
+from emp_llm.common.declared import Flag
 from emp_llm.common.errors import UserError
 from emp_llm.common.progress import load_packages
 from emp_llm.options.base import Some
@@ -14,13 +14,13 @@ from emp_llm.options.model import TrustRemoteCode
 @command
 def fetch(
     model: Annotated[
-        str | None, Opt("Model folder or Hub id.", argument=True, flag="--model")
+        str | None, Flag("Model folder or Hub id.", argument=True, flag="--model")
     ] = None,
     *,
-    revision: Annotated[str | None, Opt("Branch, tag or commit of --model on the Hub.")] = None,
+    revision: Annotated[str | None, Flag("Branch, tag or commit of --model on the Hub.")] = None,
     trust_remote_code: TrustRemoteCode = False,
     suite_options: Annotated[SuiteOptions, Some("suite", "tasks")],
-    calibration: Annotated[str | None, Opt("Calibration text, as for prune.")] = None,
+    calibration: Annotated[str | None, Flag("Calibration text, as for prune.")] = None,
 ) -> list[str]:
     """Download a model, the data of a suite and a calibration text into the cache, so that later
     runs need no network (HF_HUB_OFFLINE=1).

@@ -9,8 +9,8 @@ from threading import Event, Thread
 from typing import TYPE_CHECKING, Annotated, Any
 
 from emp_llm.cli import command
-from emp_llm.common.declared import Opt
-from emp_llm.common.errors import UserError, count_of, format_bytes, quotable, visible, well_formed
+from emp_llm.common.declared import Flag
+from emp_llm.common.errors import UserError, count_of, format_bytes, quotable, repair_text, visible
 from emp_llm.common.paths import PACK_NAME
 from emp_llm.common.progress import load_packages
 from emp_llm.options.model import DeviceOptions, ModelOptions, Runtime
@@ -25,20 +25,20 @@ logger = logging.getLogger(__name__)
 class GenerateOptions(DeviceOptions, ModelOptions):
     """Options of `generate`."""
 
-    prompt: Annotated[str, Opt("Text to continue; - reads it from standard input.")]
+    prompt: Annotated[str, Flag("Text to continue; - reads it from standard input.")]
     runtime: Annotated[
-        Runtime, Opt("Compute from packed weights (sparse), or as transformers does (dense).")
+        Runtime, Flag("Compute from packed weights (sparse), or as transformers does (dense).")
     ] = "sparse"
-    max_new_tokens: Annotated[int, Opt("Most tokens to generate.", minimum=1)] = 128
+    max_new_tokens: Annotated[int, Flag("Most tokens to generate.", minimum=1)] = 128
     temperature: Annotated[
-        float, Opt("Randomness of the choice; 0: always the most probable token.", minimum=0)
+        float, Flag("Randomness of the choice; 0: always the most probable token.", minimum=0)
     ] = 0.0
     top_p: Annotated[
-        float, Opt("Choose among the most probable tokens of this total probability.")
+        float, Flag("Choose among the most probable tokens of this total probability.")
     ] = 1.0
-    seed: Annotated[int, Opt("Seed of the choice.")] = 0
+    seed: Annotated[int, Flag("Seed of the choice.")] = 0
     chat: Annotated[
-        bool, Opt("Give the prompt as a user's message, by the tokenizer's chat template.")
+        bool, Flag("Give the prompt as a user's message, by the tokenizer's chat template.")
     ] = False
 
 
@@ -224,7 +224,7 @@ def _prompt(tokenizer: Any, options: GenerateOptions) -> Any:
     from emp_llm.calibration.chat import Chat, chat_text
 
     try:
-        text = well_formed(sys.stdin.read() if options.prompt == "-" else options.prompt)
+        text = repair_text(sys.stdin.read() if options.prompt == "-" else options.prompt)
     except UnicodeDecodeError as error:
         raise UserError(
             "--prompt -: the standard input is not UTF-8. Convert it with iconv."

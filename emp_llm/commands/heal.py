@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from emp_llm.cli import command
-from emp_llm.common.declared import Opt
+from emp_llm.common.declared import Flag
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import SELF_NAME
 from emp_llm.common.progress import load_packages
@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 class HealOptions(LoadingOptions, CalibrationOptions):
     """The options of `heal` beside those of the recipe."""
 
-    dense: Annotated[str, Opt("Folder or Hub id of the dense model.")]
-    revision: Annotated[str | None, Opt("Branch, tag or commit of a dense model on the Hub.")] = (
+    dense: Annotated[str, Flag("Folder or Hub id of the dense model.")]
+    revision: Annotated[str | None, Flag("Branch, tag or commit of a dense model on the Hub.")] = (
         None
     )
     trust_remote_code: TrustRemoteCode = False
-    output: Annotated[Path | None, Opt("Folder to write; default: PRUNED-healed.")] = None
-    overwrite: Annotated[bool, Opt("Replace an existing checkpoint at the output.")] = False
+    output: Annotated[Path | None, Flag("Folder to write; default: PRUNED-healed.")] = None
+    overwrite: Annotated[bool, Flag("Replace an existing checkpoint at the output.")] = False
     report_to: ReportTo = "none"
 
 
@@ -44,7 +44,7 @@ _OWN = ("output", "overwrite", "report_to")
 @command
 def heal(
     folder: Annotated[
-        Path, Opt("Pruned checkpoint.", argument=True, metavar="PRUNED", flag="--model")
+        Path, Flag("Pruned checkpoint.", argument=True, metavar="PRUNED", flag="--model")
     ],
     how: Heal,
     options: Annotated[HealOptions, Some(*_MODELS, *_TEXT, *_OWN)],
@@ -81,7 +81,7 @@ def heal(
     from emp_llm.models.placement import max_context
     from emp_llm.pruning.chosen import Chosen
     from emp_llm.pruning.report import log_warnings
-    from emp_llm.pruning.scores import signed
+    from emp_llm.pruning.scores import sign
     from emp_llm.pruning.writing import check_as_written, files_beside, read_manifest
     from emp_llm.records.corpus import samples_of
     from emp_llm.records.run_report import read_report
@@ -129,7 +129,7 @@ def heal(
     wanted = sequences_for(recipe.heal.steps)
     text = calibration_data(options, architecture, models, training=wanted)
     models.free()
-    made_of = {"recipe": signed(recipe)} | calibration_signature(text.for_training, options)
+    made_of = {"recipe": sign(recipe)} | calibration_signature(text.for_training, options)
     made_of |= {"dtype": options.dtype, "device_map": options.device_map}
     made_of["seed"] = options.seed  # of the order of the sequences
     if timed:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from emp_llm.cli import command
-from emp_llm.common.declared import Opt
+from emp_llm.common.declared import Flag
 from emp_llm.common.errors import UserError, did_you_mean
 from emp_llm.common.paths import SELF_NAME
 from emp_llm.common.progress import load_packages, stage
@@ -33,19 +33,19 @@ def measure(
     given: GivenOptions,
     *,
     output: Annotated[
-        Path | None, Opt("File to write; default: MODEL-measure.json in the current folder.")
+        Path | None, Flag("File to write; default: MODEL-measure.json in the current folder.")
     ] = None,
-    overwrite: Annotated[bool, Opt("Replace an existing output.")] = False,
+    overwrite: Annotated[bool, Flag("Replace an existing output.")] = False,
     criteria: Annotated[
-        str | None, Opt("Criteria, separated by commas; default: magnitude,wanda and your own.")
+        str | None, Flag("Criteria, separated by commas; default: magnitude,wanda and your own.")
     ] = None,
-    orders: Annotated[str, Opt("Hill orders of the effective number, separated by commas.")] = "2",
+    orders: Annotated[str, Flag("Hill orders of the effective number, separated by commas.")] = "2",
     betas: Annotated[
-        str, Opt("Betas at which to show the sparsity, separated by commas.")
+        str, Flag("Betas at which to show the sparsity, separated by commas.")
     ] = CURVE_BETAS,
     loss: Annotated[
         str | None,
-        Opt("Budgets such as 1%,2%,5%: how much can go within each rise of the perplexity."),
+        Flag("Budgets such as 1%,2%,5%: how much can go within each rise of the perplexity."),
     ] = None,
 ) -> Measure:
     """Measure the effective number N_eff of every row of every matrix, and the share s_eff of the
@@ -70,7 +70,7 @@ def measure(
     curve = sorted(set(parse_numbers(betas, "--betas")))
     for beta in curve:
         Effective(beta=beta)
-    from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
+    from emp_llm.calibration.given_norms import read_given_norms, warn_if_foreign
     from emp_llm.checkpoint.checkpoint import identity_of
     from emp_llm.checkpoint.output import OutputFile, check_output_file
     from emp_llm.common.machine import Stopwatch, command_line, versions
@@ -79,7 +79,7 @@ def measure(
     from emp_llm.pruning.chosen import targets_of_folder
     from emp_llm.pruning.counts import Numbers, counts_of, measured
     from emp_llm.pruning.masks import Pruner, measure_targets
-    from emp_llm.pruning.scores import Scores, recorded
+    from emp_llm.pruning.scores import Scores, as_recorded
     from emp_llm.pruning.starving import starving_rows
 
     budgets = []
@@ -95,7 +95,7 @@ def measure(
             "file as --activations."
         )
     leading = next((recipe for recipe in recipes if recipe.needs_activations), recipes[0])
-    norms = given_norms(text, leading, given)
+    norms = read_given_norms(text, leading, given)
     source = find_model(model.model, model.revision, model.trust_remote_code)
     path = output or Path(f"{source.short_name}-measure.json")
     check_output_file(path, overwrite)
@@ -165,7 +165,7 @@ def measure(
         record = Measure(
             source=source.as_source(identity),
             command=command_line(),
-            recipe=recorded(recipes[-1]),
+            recipe=as_recorded(recipes[-1]),
             calibration=None if norms is None else norms.about,
             versions=versions(),
             measures=entries,

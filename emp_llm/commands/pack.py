@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from emp_llm.cli import command
-from emp_llm.common.declared import Opt
+from emp_llm.common.declared import Flag
 from emp_llm.common.errors import count_of, format_bytes
 
 if TYPE_CHECKING:
@@ -36,15 +36,15 @@ class Packed:
 @command
 def pack(
     folder: Annotated[
-        Path, Opt("Pruned checkpoint.", argument=True, metavar="MODEL", flag="--model")
+        Path, Flag("Pruned checkpoint.", argument=True, metavar="MODEL", flag="--model")
     ],
-    output: Annotated[Path, Opt("Folder to write.", argument=True, flag="--output")],
+    output: Annotated[Path, Flag("Folder to write.", argument=True, flag="--output")],
     *,
-    zstd: Annotated[bool, Opt("Also compress values and masks (zstandard).")] = False,
+    zstd: Annotated[bool, Flag("Also compress values and masks (zstandard).")] = False,
     mask_only: Annotated[
-        bool, Opt("Pack the mask without weights, for users who have the dense model.")
+        bool, Flag("Pack the mask without weights, for users who have the dense model.")
     ] = False,
-    overwrite: Annotated[bool, Opt("Replace an existing folder at the output.")] = False,
+    overwrite: Annotated[bool, Flag("Replace an existing folder at the output.")] = False,
 ) -> Packed:
     """Pack a pruned checkpoint into safetensors with one bit for every weight and the weights that
     are not zero.

@@ -8,7 +8,7 @@ from emp_llm.common.progress import load_packages, stage
 from emp_llm.common.ranks import check_one_process, ranks
 from emp_llm.options.base import GivenOptions
 from emp_llm.options.flat import RecipeWords
-from emp_llm.options.prune import PruneOptions, checked_recipe
+from emp_llm.options.prune import PruneOptions, check_recipe
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.run_report import RunReport
 
@@ -31,9 +31,9 @@ def prune(words: RecipeWords, options: PruneOptions, given: GivenOptions) -> "Ru
     Returns the report that is also written as emp_report.json, with the result of a push as `push`;
     for a dry run, the plan and its need of memory and disk.
     """
-    recipe = checked_recipe(words, options, given)
+    recipe = check_recipe(words, options, given)
     if options.dry_run:
-        return _planned(recipe, options, given)
+        return _plan(recipe, options, given)
     if options.loss is None:
         return _pruned(recipe, options, given)
     check_one_process("--loss")
@@ -43,7 +43,7 @@ def prune(words: RecipeWords, options: PruneOptions, given: GivenOptions) -> "Ru
     return prune_to_loss(recipe, LossBudget.of(options.loss), options, given, _pruned)
 
 
-def _planned(recipe: Recipe, options: PruneOptions, given: GivenOptions) -> "DryRun":
+def _plan(recipe: Recipe, options: PruneOptions, given: GivenOptions) -> "DryRun":
     """What `_pruned` would do."""
     from emp_llm.pruning.dry_run import with_curve
     from emp_llm.runs.prune_run import find_inputs, find_weights, plan_of
@@ -68,17 +68,17 @@ def _planned(recipe: Recipe, options: PruneOptions, given: GivenOptions) -> "Dry
 
 
 def _pruned(
-    recipe: Recipe, options: PruneOptions, given: GivenOptions, judged: "LossSearch | None" = None
+    recipe: Recipe, options: PruneOptions, given: GivenOptions, search: "LossSearch | None" = None
 ) -> RunReport:
     """Prune by options that are checked.
 
     Args:
-        judged: of a run whose sparsity --loss has found.
+        search: of a run whose sparsity --loss has found.
     """
-    from emp_llm.runs.prune_run import evaluated, find_inputs, find_weights, prune_weights
+    from emp_llm.runs.prune_run import evaluate, find_inputs, find_weights, prune_weights
 
     destination = _destination(options)
-    inputs = find_inputs(recipe, options, given, judged)
+    inputs = find_inputs(recipe, options, given, search)
     run: PruneRun
     if recipe.structure is None:
         run, scores = find_weights(inputs)
@@ -89,7 +89,7 @@ def _pruned(
 
         run, model = find_units(inputs, recipe.structure)
         report = prune_units(run, model)
-    report = evaluated(run, report)
+    report = evaluate(run, report)
     if destination is not None and ranks().main:
         from emp_llm.reporting.push import push_finished
 

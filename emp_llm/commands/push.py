@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from emp_llm.cli import command
-from emp_llm.common.declared import Opt
+from emp_llm.common.declared import Flag
 
 if TYPE_CHECKING:
     from emp_llm.reporting.push import Pushed
@@ -14,24 +14,26 @@ if TYPE_CHECKING:
 def push(
     folder: Annotated[
         Path,
-        Opt("Output folder of a finished prune.", argument=True, metavar="MODEL", flag="--model"),
+        Flag("Output folder of a finished prune.", argument=True, metavar="MODEL", flag="--model"),
     ],
-    repository: Annotated[str, Opt("USER/NAME on the Hub; created if missing.", argument=True)],
+    repository: Annotated[str, Flag("USER/NAME on the Hub; created if missing.", argument=True)],
     *,
-    private: Annotated[bool, Opt("Create the repository as private.")] = False,
-    revision: Annotated[str | None, Opt("Branch to push to; created from main if missing.")] = None,
+    private: Annotated[bool, Flag("Create the repository as private.")] = False,
+    revision: Annotated[
+        str | None, Flag("Branch to push to; created from main if missing.")
+    ] = None,
     results: Annotated[
         list[Path] | None,
-        Opt(
+        Flag(
             "Results of evaluate or bench for the card: of this checkpoint, or "
             "its baseline; repeatable."
         ),
     ] = None,
     base_model: Annotated[
-        str | None, Opt("Hub id of the dense model, if it was pruned from a folder.")
+        str | None, Flag("Hub id of the dense model, if it was pruned from a folder.")
     ] = None,
-    overwrite: Annotated[bool, Opt("Replace other weights on the branch.")] = False,
-    dry_run: Annotated[bool, Opt("Print the card and the files, and push nothing.")] = False,
+    overwrite: Annotated[bool, Flag("Replace other weights on the branch.")] = False,
+    dry_run: Annotated[bool, Flag("Print the card and the files, and push nothing.")] = False,
 ) -> "Pushed":
     """Push a pruned checkpoint to the Hub, with a model card that is also written to its folder as
     README.md.

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from emp_llm.cli import command
-from emp_llm.common.declared import Opt
+from emp_llm.common.declared import Flag
 from emp_llm.common.errors import count_of
 
 
@@ -28,7 +28,7 @@ class ReportSummary:
 def report(
     runs: Annotated[
         list[Path],
-        Opt(
+        Flag(
             "Outputs of prune, sweep, bench and evaluate; or the folder of a study.",
             argument=True,
             metavar="RUNS...",
@@ -36,15 +36,15 @@ def report(
     ],
     *,
     output: Annotated[
-        Path | None, Opt("Folder to write; default: report, and of a study its tables.")
+        Path | None, Flag("Folder to write; default: report, and of a study its tables.")
     ] = None,
     against: Annotated[
         str | None,
-        Opt("Method or point that the others are compared with; default: the first."),
+        Flag("Method or point that the others are compared with; default: the first."),
     ] = None,
-    overwrite: Annotated[bool, Opt("Replace an existing report at the output.")] = False,
-    title: Annotated[str, Opt("Heading of the page.")] = "Effective Model Pruning",
-    no_plots: Annotated[bool, Opt("Write tables only, without matplotlib.")] = False,
+    overwrite: Annotated[bool, Flag("Replace an existing report at the output.")] = False,
+    title: Annotated[str, Flag("Heading of the page.")] = "Effective Model Pruning",
+    no_plots: Annotated[bool, Flag("Write tables only, without matplotlib.")] = False,
 ) -> ReportSummary:
     """Report on finished runs: what each point cost, and how methods differ at the same sparsity.
 

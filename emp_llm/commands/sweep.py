@@ -76,13 +76,13 @@ def sweep(
 
     run = SweepRun.of(points, model, text, loading, suite_of(suite_options), options, given)
     if options.dry_run:
-        return _planned(run)
+        return _plan(run)
     with run.folder.locked():
         record = sweep_points(run, shared)
     return _Swept(**msgspec.structs.asdict(record), against=options.against)
 
 
-def _planned(run: "SweepRun") -> SweepDryRun:
+def _plan(run: "SweepRun") -> SweepDryRun:
     """What the run would do."""
     from emp_llm.runs.sweep_folder import finished
 

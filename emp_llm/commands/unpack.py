@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from emp_llm.cli import command
-from emp_llm.common.declared import Opt
+from emp_llm.common.declared import Flag
 from emp_llm.common.errors import UserError, count_of, format_bytes
 
 
@@ -31,17 +31,18 @@ class Unpacked:
 @command
 def unpack(
     packed: Annotated[
-        Path, Opt("Folder written by emp-llm pack.", argument=True, metavar="MODEL", flag="--model")
+        Path,
+        Flag("Folder written by emp-llm pack.", argument=True, metavar="MODEL", flag="--model"),
     ],
     folder: Annotated[
-        Path, Opt("Model folder to write.", argument=True, metavar="OUTPUT", flag="--output")
+        Path, Flag("Model folder to write.", argument=True, metavar="OUTPUT", flag="--output")
     ],
     *,
-    base: Annotated[str | None, Opt("For a mask: folder or Hub id of the dense model.")] = None,
+    base: Annotated[str | None, Flag("For a mask: folder or Hub id of the dense model.")] = None,
     revision: Annotated[
-        str | None, Opt("Branch, tag or commit of a dense model from the Hub.")
+        str | None, Flag("Branch, tag or commit of a dense model from the Hub.")
     ] = None,
-    overwrite: Annotated[bool, Opt("Replace an existing model folder at the output.")] = False,
+    overwrite: Annotated[bool, Flag("Replace an existing model folder at the output.")] = False,
 ) -> Unpacked:
     """Restore a packed checkpoint: every file bit for bit, checked by its hash.
 

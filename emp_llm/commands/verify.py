@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.cli import command
-from emp_llm.common.declared import Opt
+from emp_llm.common.declared import Flag
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.paths import (
     ACTIVATIONS_NAME,
@@ -38,30 +38,30 @@ class VerifyOptions:
 
     folder: Annotated[
         Path,
-        Opt("Output folder of a finished prune.", argument=True, metavar="MODEL", flag="--model"),
+        Flag("Output folder of a finished prune.", argument=True, metavar="MODEL", flag="--model"),
     ] = field(kw_only=False)
     criterion: Annotated[
-        Any, Opt("Your criterion that decided the masks, MODULE:FUNCTION or FILE.py:FUNCTION.")
+        Any, Flag("Your criterion that decided the masks, MODULE:FUNCTION or FILE.py:FUNCTION.")
     ] = None
-    scores: Annotated[Any, Opt("Your scores that decided the masks: a safetensors file.")] = None
+    scores: Annotated[Any, Flag("Your scores that decided the masks: a safetensors file.")] = None
     masks: Annotated[
         Path | None,
-        Opt("Pruned folder, whose zeros this one must have; then it needs no manifest."),
+        Flag("Pruned folder, whose zeros this one must have; then it needs no manifest."),
     ] = None
     source: Annotated[
-        str | None, Opt("Folder or Hub id of the dense model, to compare bytes and masks as well.")
+        str | None, Flag("Folder or Hub id of the dense model, to compare bytes and masks as well.")
     ] = None
     activations: Annotated[
-        Path | None, Opt("Activations file of the run; default: the one in the folder.")
+        Path | None, Flag("Activations file of the run; default: the one in the folder.")
     ] = None
     blocks: Annotated[
-        str | None, Opt("Name of the list of decoder blocks; default: the run's.")
+        str | None, Flag("Name of the list of decoder blocks; default: the run's.")
     ] = None
-    revision: Annotated[str | None, Opt("Branch, tag or commit of a Hub model.")] = None
+    revision: Annotated[str | None, Flag("Branch, tag or commit of a Hub model.")] = None
     trust_remote_code: TrustRemoteCode = False
     all_rows: Annotated[
         bool,
-        Opt(
+        Flag(
             "Decide the masks of all rows by the slow reference; default: of one row in sixteen, "
             "and the others by the compiled kernel."
         ),

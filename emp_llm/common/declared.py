@@ -29,8 +29,8 @@ N = TypeVar("N", bound="Node")
 
 
 @dataclass(frozen=True)
-class Opt:
-    """An option on the command line: `name: Annotated[type, Opt("Help.")] = default`.
+class Flag:
+    """An option on the command line: `name: Annotated[type, Flag("Help.")] = default`.
 
     Attributes:
         help: a sentence.
@@ -84,13 +84,13 @@ class Option(NamedTuple):
 
     Attributes:
         parameter: the parameter in Python, by the option's name.
-        annotation: its type, without the `Opt`.
-        about: its `Opt`.
+        annotation: its type, without the `Flag`.
+        declared: its `Flag`.
     """
 
     parameter: inspect.Parameter
     annotation: Any
-    about: Opt
+    declared: Flag
 
     @property
     def types(self) -> tuple[Any, ...]:
@@ -103,7 +103,7 @@ class Option(NamedTuple):
 
     @property
     def flag(self) -> str:
-        return self.about.flag or flag_of(self.parameter.name)
+        return self.declared.flag or flag_of(self.parameter.name)
 
     @property
     def choices(self) -> list[Any]:
@@ -148,7 +148,7 @@ class Option(NamedTuple):
             value = value if of_item is None else [of_item(item) for item in value]
         check_type(flag, value, *types)
         if isinstance(value, int | float):
-            self.about.check_range(flag, value)
+            self.declared.check_range(flag, value)
         return value
 
 
@@ -216,7 +216,7 @@ def number_in(text: str) -> float:
 
 
 def members_of(annotation: Any) -> tuple[Any, ...]:
-    """The members of a type, if that is a union; else the type; without marks such as `Opt`."""
+    """The members of a type, if that is a union; else the type; without marks such as `Flag`."""
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     if get_origin(annotation) in (Union, UnionType):
@@ -230,7 +230,7 @@ class Field(NamedTuple):
     Attributes:
         name: of the field.
         value: its type, default and range, under its own name.
-        option: the option of commands that sets it; None without an `Opt`.
+        option: the option of commands that sets it; None without a `Flag`.
         node: the kind of node that it holds; None for a plain value.
     """
 
@@ -255,7 +255,7 @@ class Node:
 
     name: ClassVar[str] = ""
     kinds: ClassVar[dict[str, Any]]
-    switch: ClassVar[Opt | None] = None
+    switch: ClassVar[Flag | None] = None
     mark: ClassVar[str] = ""
 
     def __init_subclass__(cls) -> None:
@@ -279,7 +279,7 @@ class Node:
         return cls(**values)
 
 
-def declared(group: Any) -> tuple[Field, ...]:
+def fields_of(group: Any) -> tuple[Field, ...]:
     """The fields of a class, in the order of its arguments."""
     fields: tuple[Field, ...] = _declared(group)
     return fields
@@ -291,9 +291,9 @@ def _declared(group: Any) -> tuple[Field, ...]:
     for parameter in inspect.signature(group).parameters.values():
         annotation = parameter.annotation
         bare = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
-        about = next((mark for mark in get_args(annotation) if isinstance(mark, Opt)), None)
+        about = next((mark for mark in get_args(annotation) if isinstance(mark, Flag)), None)
         node = next((each for each in members_of(bare) if _is_node(each)), None)
-        own = replace(about or Opt(""), flag=flag_of(parameter.name))
+        own = replace(about or Flag(""), flag=flag_of(parameter.name))
         option = None
         if about is not None:
             of_command = parameter.replace(name=about.name or parameter.name)
@@ -326,7 +326,7 @@ def options_of(group: type[Any]) -> dict[str, Option]:
     """
     options: dict[str, Option] = {}
     for kind in kinds_of(group):
-        for field in declared(kind):
+        for field in fields_of(kind):
             found: dict[str, Option] = {}
             if field.option is not None:
                 found[field.option.parameter.name] = field.option
@@ -375,7 +375,7 @@ def check_words(
 
 def check_fields(node: Any) -> None:
     """Raise UserError for a field whose value is not of its type, or out of its range."""
-    for field in declared(type(node)):
+    for field in fields_of(type(node)):
         value = getattr(node, field.name)
         if field.node is None:
             field.value.checked(value)
@@ -384,24 +384,24 @@ def check_fields(node: Any) -> None:
             raise UserError(f"{field.name} must be {kind}(...) or None, got {_quoted(value)}.")
 
 
-def built(kind: type[N], given: dict[str, Any]) -> N:
+def build(kind: type[N], given: dict[str, Any]) -> N:
     """A node of flat options, by the options' names or, for fields without one, the fields' names.
     Those that it uses are taken out of `given`.
     """
     values = {}
-    for field in declared(kind):
+    for field in fields_of(kind):
         name = field.name if field.option is None else field.option.parameter.name
         if field.node is not None:
-            values[field.name] = asked(field.node, given)
+            values[field.name] = build_asked(field.node, given)
         elif name in given:
             values[field.name] = given.pop(name)
     return kind.of_options(**values)
 
 
-def asked(kind: type[N], given: dict[str, Any]) -> N | None:
+def build_asked(kind: type[N], given: dict[str, Any]) -> N | None:
     """A node of flat options, if they ask for it by its switch."""
     (switch,) = switch_of(kind)
-    return built(kind, given) if given.pop(switch, False) else None
+    return build(kind, given) if given.pop(switch, False) else None
 
 
 def as_tree(node: Any) -> dict[str, Any]:
@@ -409,7 +409,7 @@ def as_tree(node: Any) -> dict[str, Any]:
     is written too: a later default does not change what a record means.
     """
     tree = {}
-    for field in declared(type(node)):
+    for field in fields_of(type(node)):
         value = getattr(node, field.name)
         if isinstance(value, Node):
             named = field.node is not None and has_kinds(field.node)
@@ -421,7 +421,7 @@ def as_tree(node: Any) -> dict[str, Any]:
 def options_apart(node: Any) -> dict[str, Any]:
     """The options, by name, that set a node apart from one with its defaults."""
     apart: dict[str, Any] = {}
-    for field in declared(type(node)):
+    for field in fields_of(type(node)):
         value = getattr(node, field.name)
         if isinstance(value, Node):
             for name, option in switch_of(type(value)).items():
@@ -454,8 +454,8 @@ def node_in(kind: type[Any], tree: Any, where: str = "") -> Any:
             )
             raise ValueError(f"{where}: unknown value '{quotable(name)}'.{hint}")
         return node_in(kind.kinds[name], tree[name], f"{where}.{name}")
-    known = {field.name: field.node for field in declared(kind)}
-    required = [field.name for field in declared(kind) if field.value.required]
+    known = {field.name: field.node for field in fields_of(kind)}
+    required = [field.name for field in fields_of(kind) if field.value.required]
     if _is_node(kind) and kind.mark:
         required.append(kind.mark)
     missing = next((name for name in required if tree.get(name) is None), None)

@@ -151,7 +151,7 @@ def format_bytes(count: float) -> str:
     return f"{count / 1000:.2f} TB"
 
 
-def shortened_list(names: list[str] | tuple[str, ...], number: int = 3) -> str:
+def shorten_list(names: list[str] | tuple[str, ...], number: int = 3) -> str:
     """The first few names and the number of the others: "a, b, c and 4 more"."""
     listed = ", ".join(names[:number])
     return listed if len(names) <= number else f"{listed} and {len(names) - number} more"
@@ -171,7 +171,7 @@ def printable(text: str, limit: int = 200) -> str:
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
-def well_formed(text: str) -> str:
+def repair_text(text: str) -> str:
     """Text that can be encoded: half a surrogate pair, as JSON can write it ("\\ud83d"), becomes
     the replacement character U+FFFD.
     """

@@ -118,7 +118,7 @@ def main_measures(names: Iterable[str]) -> list[str]:
     return perplexities + ([name for name in others if name.startswith("mean acc of ")] or others)
 
 
-def formatted(value: float, digits: int = 3) -> str:
+def format_value(value: float, digits: int = 3) -> str:
     """A number as text; "infinite" for the perplexity of a ruined model."""
     return "infinite" if math.isinf(value) else f"{value:.{digits}f}"
 
@@ -129,7 +129,7 @@ def value_cell(name: str, value: Value | None) -> str:
     """
     if value is None:
         return "-"
-    number = formatted(value.value, 2 if in_percent(name) else 3)
+    number = format_value(value.value, 2 if in_percent(name) else 3)
     error = f" ± {value.stderr:.2f}" if value.stderr is not None and in_percent(name) else ""
     return f"{number}{error}{' *' if value.partial else ''}"
 
@@ -337,7 +337,7 @@ def change_between(name: str, base: float, value: float) -> float:
     return 100 * (value / base - 1) if base else math.nan
 
 
-def signed(number: float) -> str:
+def sign_change(number: float) -> str:
     """A change as text with its sign, or without one if it rounds to zero; "-" for NaN."""
     if math.isnan(number):
         return "-"
@@ -355,7 +355,7 @@ def change_text(name: str, change: Change) -> str:
         return "-"
     error = "" if change.stderr is None else f" ± {change.stderr:.2f}"
     mark = "" if change.paired else f" {UNPAIRED}"
-    return f"{signed(change.value)}{error}{'' if in_percent(name) else ' %'}{mark}"
+    return f"{sign_change(change.value)}{error}{'' if in_percent(name) else ' %'}{mark}"
 
 
 def shown_change(name: str, base: Value | None, value: Value | None) -> str:

@@ -22,7 +22,7 @@ import msgspec
 
 from emp_llm.calibration.data import begin_token
 from emp_llm.checkpoint.files import read_json, write_json
-from emp_llm.checkpoint.locks import locked
+from emp_llm.checkpoint.locks import lock
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.machine import Stopwatch
 from emp_llm.common.paths import EXTRAS, REPORT_NAME
@@ -242,7 +242,7 @@ def evaluate_checkpoint(
     """
     folder = output / EVALUATION_FOLDER
     try:
-        with locked(folder / "results", f"--output {output}"):
+        with lock(folder / "results", f"--output {output}"):
             measured = [] if dense is None else [dense]
             models_of = {"dense": source, "pruned": LocalModel(str(output), output, None)}
             for name in ("dense", "pruned")[len(measured) :]:

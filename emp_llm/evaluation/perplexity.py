@@ -155,7 +155,7 @@ def _logits(model: PreTrainedModel, batches: list[Tensor]) -> Iterator[Tensor]:
             bar.update(batch.numel())
 
 
-def held_out_perplexity(
+def measure_held_out(
     load: Callable[[], PreTrainedModel], config: dict[str, Any], tokens: Tensor
 ) -> PerplexityRecord | None:
     """The perplexity of held-out sequences, shape (sequences, length), by a model that is loaded.

@@ -34,7 +34,7 @@ from emp_llm.models.offload import execution_device
 from emp_llm.options.calibration import Place
 from emp_llm.records.run_report import FitRecord, HealingRecord
 from emp_llm.walk.checks import held_out
-from emp_llm.walk.moved import Moved, MovedWeights, in_stored_dtype
+from emp_llm.walk.moved import Updated, UpdatedWeights, round_to_stored
 from emp_llm.walk.update import Block, token_weights
 
 _BLOCK = 8.0  # a block that heals alone has the rate of one of so many that heal together
@@ -45,7 +45,7 @@ def heal_blocks(
     targets: Sequence[Target],
     checkpoint: Checkpoint,
     tokens: Tensor,
-    moved: MovedWeights,
+    updated: UpdatedWeights,
     steps: int,
     *,
     at_once: int = SEQUENCES,
@@ -54,7 +54,7 @@ def heal_blocks(
     seed: int = 0,
     log: Log | None = None,
 ) -> HealingRecord:
-    """Heal all blocks that `moved` does not hold yet, and put their weights there. A collective
+    """Heal all blocks that `updated` does not hold yet, and put their weights there. A collective
     call: each rank passes its sequences through the blocks, and the gradients of a step are added
     up.
 
@@ -64,7 +64,7 @@ def heal_blocks(
         checkpoint: pruned; its zeros stay.
         tokens: the text, int64, shape (sequences, length). One sequence of sixteen is held out: it
             only measures the error.
-        moved: of finished blocks; of the first rank, the others' stay empty.
+        updated: of finished blocks; of the first rank, the others' stay empty.
         steps: of four sequences, for each block.
         at_once: sequences of a pass.
         name_of_blocks: the list of decoder blocks; None: detected.
@@ -103,7 +103,7 @@ def heal_blocks(
         for step in walk.steps():
             members = [target for target in targets if target.name.startswith(f"{step.name}.")]
             block = Block(model, step, members, walk, pruned)
-            resumed = partial(moved.resumed, step.index, members, removed_of)
+            resumed = partial(updated.resumed, step.index, members, removed_of)
             healed = ranks().first(resumed) if members else {}
             for target in members:
                 weight = None if healed is None else healed[target.name].weight
@@ -111,7 +111,7 @@ def heal_blocks(
             step.run()  # the dense outputs are now in walk.hidden
             if healed is None:
                 trained = _heal(block, fitting, measuring, steps, seed)
-                moved.put(step.index, trained)
+                updated.put(step.index, trained)
                 if log is not None:
                     record = next(iter(trained.values())).record
                     before = record.held_out_before or 0.0
@@ -119,7 +119,7 @@ def heal_blocks(
                     log({"block/error before": before, "block/error after": after}, step.index)
             for number in range(len(walk.batches)):
                 block.pass_pruned(number)
-    before, after = ranks().first(partial(_mean_errors, moved))
+    before, after = ranks().first(partial(_mean_errors, updated))
     return HealingRecord(
         by="blocks",
         steps=steps,
@@ -129,9 +129,9 @@ def heal_blocks(
     )
 
 
-def _mean_errors(moved: MovedWeights) -> tuple[float, float]:
+def _mean_errors(updated: UpdatedWeights) -> tuple[float, float]:
     """The mean held-out errors of all targets, before and after."""
-    fits = moved.records().values()
+    fits = updated.records().values()
     before = sum(fit.held_out_before or 0.0 for fit in fits) / len(fits)
     after = sum(fit.held_out_after or 0.0 for fit in fits) / len(fits)
     return before, after
@@ -181,7 +181,7 @@ def _removed(weight: Tensor) -> Tensor:
 
 def _heal(
     block: Block, fitting: _Groups, measuring: _Groups, steps: int, seed: int
-) -> dict[str, Moved]:
+) -> dict[str, Updated]:
     """Train the weights of a block, and return them by target. They stay as they are if the
     held-out error does not fall.
 
@@ -237,7 +237,7 @@ def _heal(
             for target in block.targets
         }
     return {
-        target.name: Moved(in_stored_dtype(weights[target.name], target).clone(), record)
+        target.name: Updated(round_to_stored(weights[target.name], target).clone(), record)
         for target in block.targets
     }
 

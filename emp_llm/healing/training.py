@@ -77,7 +77,7 @@ from emp_llm.models.masks import Masks
 from emp_llm.models.model_weights import ModelWeights, architecture_of
 from emp_llm.models.modules import as_created, find_blocks, mean_losses, weight_of
 from emp_llm.models.offload import is_offloaded
-from emp_llm.models.reapply import find_masks, stored_masks
+from emp_llm.models.reapply import find_masks, read_masks
 from emp_llm.models.sharded import check_not_sharded
 from emp_llm.options.calibration import CalibrationOptions, Place
 from emp_llm.options.prune import PruneOptions
@@ -86,7 +86,7 @@ from emp_llm.records.run_report import HealingRecord
 from emp_llm.records.source import CalibrationRecord
 from emp_llm.selection.rows import words_of
 from emp_llm.walk.checks import updatable
-from emp_llm.walk.moved import MovedWeights, in_dtype
+from emp_llm.walk.moved import UpdatedWeights, in_dtype
 
 logger = logging.getLogger(__name__)
 _TRIM = 2  # passes between two trims of the heap: with one at each, 0.1 GB less and a tenth longer
@@ -291,7 +291,7 @@ def heal_folder(
     checkpoint = Checkpoint(out.files)
     trust = trust_remote_code
     architecture = Architecture.of_checkpoint(checkpoint, recipe.targets.blocks, trust)
-    targets = updatable(_chosen(architecture, recipe, heal))
+    targets = updatable(_choose(architecture, recipe, heal))
     by_blocks = plan.by == "blocks"
     if not by_blocks:
         data = data.for_training
@@ -308,14 +308,14 @@ def heal_folder(
     or_else = "" if by_blocks else ", or give --device-map disk"
     in_memory = partial(enough_memory, lambda: where, tokens[: plan.at_once], or_else)
     if by_blocks:
-        moved = MovedWeights(out.work / "healing")
+        updated = UpdatedWeights(out.work / "healing")
         with stage("heal"), in_memory(), tracked() as log:
             record = heal_blocks(
                 load_model(dense, plan.device_map, dtype, trust, device=torch.device(plan.device)),
                 targets,
                 checkpoint,
                 tokens,
-                moved,
+                updated,
                 heal.steps,
                 at_once=plan.at_once,
                 name_of_blocks=recipe.targets.blocks,
@@ -325,7 +325,7 @@ def heal_folder(
             )
         _to_be_written_again(out)
         for target in targets if ranks().main else ():
-            weight = moved.rows(target, 0, target.matrix.rows)
+            weight = updated.rows(target, 0, target.matrix.rows)
             if weight is not None:
                 _overwrite(target.matrix, weight)
     else:
@@ -439,7 +439,7 @@ def _dtype_on(device: str, dtype: str) -> str:
     return "float32" if dtype == "auto" and not has_bfloat16(torch.device(device)) else dtype
 
 
-def _chosen(architecture: Architecture, recipe: Recipe, heal: Heal) -> list[Target]:
+def _choose(architecture: Architecture, recipe: Recipe, heal: Heal) -> list[Target]:
     """The weights that heal, if they can be updated."""
     if heal.weights == "all":
         return architecture.select("all-linear")
@@ -455,10 +455,10 @@ def _to_train(
     checkpoint = architecture.checkpoint
     device = torch.device(plan.device)
     model = load_model(checkpoint.folder, plan.device_map, "float32", trust, device=device)
-    chosen = _chosen(architecture, recipe, heal)
+    chosen = _choose(architecture, recipe, heal)
     layers = [target.layer.parameter for target in updatable(chosen)]
     norms = _norm_parameters(model, architecture) if heal.weights == "all" else []
-    masks = stored_masks(checkpoint, chosen, model)
+    masks = read_masks(checkpoint, chosen, model)
     return model, masks, [*dict.fromkeys(layers), *norms], norms
 
 
@@ -643,7 +643,7 @@ def how_often(sequences: int, steps: int) -> str:
     return f"{words}, each up to {times} times: the text has no more, and new text heals better"
 
 
-def _visited(numbers: Sequence[int]) -> list[int]:
+def _visit(numbers: Sequence[int]) -> list[int]:
     """The sequences of a step that this rank visits: its own, or the first one if it has none."""
     return list(ranks().assigned(numbers)) or [numbers[0]]
 
@@ -696,7 +696,7 @@ class _Healer:
         """
         total = torch.zeros((), device=self._model.device)
         own = list(ranks().assigned(numbers))
-        in_place = _visited(numbers)[:1]
+        in_place = _visit(numbers)[:1]
         passes = passes_of(self._at_once)
         self._adam.begin()
         for index in range(passes):
@@ -844,13 +844,11 @@ class _DenseLogits(AbstractContextManager["_DenseLogits"]):
         """Run the blocks for the visits from a step on, as many as may be kept at a time, unless
         those of the step are kept already.
         """
-        here = _visited(order[SEQUENCES * step : SEQUENCES * (step + 1)])
+        here = _visit(order[SEQUENCES * step : SEQUENCES * (step + 1)])
         if self._runner is None or self._places.keys() >= set(here):
             return
         firsts = range(SEQUENCES * step, len(order), SEQUENCES)
-        visits = [
-            number for first in firsts for number in _visited(order[first : first + SEQUENCES])
-        ]
+        visits = [number for first in firsts for number in _visit(order[first : first + SEQUENCES])]
         coming = list(islice(dict.fromkeys(visits), self._piece))
         self._keep("training", coming)
         if self._expendable and set(coming) == set(visits):

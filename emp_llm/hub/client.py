@@ -128,7 +128,7 @@ def with_retries(call: Callable[[], T], waits: Sequence[float] = _WAITS) -> T:
 
 
 @contextmanager
-def hub_errors_explained(name: str) -> Iterator[None]:
+def explain_hub_errors(name: str) -> Iterator[None]:
     """Raise UserError, which begins with the repository's name, for errors that the user can
     mend; others pass through.
     """

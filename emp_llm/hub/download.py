@@ -15,7 +15,7 @@ from huggingface_hub.utils import SafetensorsFileMetadata
 
 from emp_llm.checkpoint.checkpoint import Checkpoint, why_not_gguf
 from emp_llm.common.errors import UserError
-from emp_llm.hub.client import HUB_ERRORS, hub_errors_explained, unreachable, with_retries
+from emp_llm.hub.client import HUB_ERRORS, explain_hub_errors, unreachable, with_retries
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def snapshot_of(name: str, revision: str | None, trust_remote_code: bool) -> Pat
         UserError: no such repository, no access to it, no network, or no safetensors in it.
     """
     wanted = [*_WANTED, "*.py"] if trust_remote_code else _WANTED
-    with hub_errors_explained(name):
+    with explain_hub_errors(name):
         offline = _info_of(name, revision) is None
         return Path(
             snapshot_download(
@@ -64,7 +64,7 @@ def config_of(name: str, revision: str | None, trust_remote_code: bool) -> Path:
         UserError: no such repository, no access to it, no network, or no config.json in it.
     """
     wanted = ["config.json", "*.py"] if trust_remote_code else ["config.json"]
-    with hub_errors_explained(name):
+    with explain_hub_errors(name):
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     if not (folder / "config.json").is_file():
         raise UserError(
@@ -85,7 +85,7 @@ def headers_of(name: str, revision: str | None, trust_remote_code: bool) -> tupl
         UserError: no such repository, no access to it, or no safetensors in it.
     """
     wanted = [*_WANTED, "*.py"] if trust_remote_code else _WANTED
-    with hub_errors_explained(name):
+    with explain_hub_errors(name):
         info = _info_of(name, revision)
         if info is None or info.sha is None:
             return None

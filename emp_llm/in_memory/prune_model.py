@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.data import IN_MEMORY, CalibrationText, data_in_memory
-from emp_llm.calibration.passes import calibrated, in_evaluation_mode, norms_of_batches
+from emp_llm.calibration.passes import collect_norms, in_evaluation_mode, norms_of_batches
 from emp_llm.common.declared import check_type, options_of
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch, default_modes
@@ -41,7 +41,7 @@ from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.masks import Chunk, Pruner
 from emp_llm.pruning.outcome import Outcomes
 from emp_llm.pruning.report import pruned_before, report_of
-from emp_llm.pruning.scores import Scores, recorded
+from emp_llm.pruning.scores import Scores, as_recorded
 from emp_llm.pruning.starving import starving_rows
 from emp_llm.pruning.trained import digests
 from emp_llm.pruning.updates import move_weights
@@ -49,7 +49,7 @@ from emp_llm.pruning.writing import criterion_source
 from emp_llm.records.evaluation import CheckRecord, PerplexityRecord
 from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord, stage_records
 from emp_llm.walk.checks import check_update
-from emp_llm.walk.moved import MovedWeights
+from emp_llm.walk.moved import UpdatedWeights
 
 logger = logging.getLogger(__name__)
 _ZEROS = 0.05  # of a matrix; more are not by chance
@@ -108,15 +108,15 @@ def prune_model(
     """
     recipe = _recipe_of(recipe, options)
     with alone():
-        plain, calibration = _opened(model, _calibration_of(recipe, data, tokenizer, **options))
-        report, moved, architecture = _decide(plain, recipe, calibration)
-        text = _held_out(plain, calibration)
+        plain, calibration = _open(model, _calibration_of(recipe, data, tokenizer, **options))
+        report, updated, architecture = _decide(plain, recipe, calibration)
+        text = _hold_out(plain, calibration)
         held_out = None if text is None else text.held_out
         before = _perplexity(plain, held_out)
     heal = recipe.heal
     dense = None if heal is None else copy.deepcopy(plain)
     report.masks.apply(plain)
-    for target, weight in moved:
+    for target, weight in updated:
         parameter = resident_parameter(plain, target.layer.parameter)
         if parameter is not None:
             with as_created(parameter):
@@ -175,7 +175,7 @@ def masks_of(
     if data is not None and not (asked.needs_activations or asked.moves):
         logger.warning("warning: data has no effect: method %s needs none.", asked.method)
     with alone():
-        plain, calibration = _opened(model, _calibration_of(asked, data, tokenizer, **options))
+        plain, calibration = _open(model, _calibration_of(asked, data, tokenizer, **options))
         return _decide(plain, asked, calibration)[0].masks
 
 
@@ -257,7 +257,7 @@ def _calibration_of(
     return _Calibration(data, tokenizer, text, activations, propagate)
 
 
-def _opened(
+def _open(
     model: nn.Module | str | Path, calibration: _Calibration
 ) -> tuple[nn.Module, _Calibration]:
     """The model in memory, loaded if it is given by name, with its tokenizer."""
@@ -297,9 +297,9 @@ def _decide(
     # How many weights of each group stay, which ones, and their values.
     counts = counts_of(scores) if propagated is None else propagated.counts
     pruner = Pruner(scores, counts)
-    moved = _moved(model, pruner, calibration, stopwatch)
+    updated = _update(model, pruner, calibration, stopwatch)
     with stopwatch("prune"):
-        masks, outcomes = _masks(model, pruner, moved)
+        masks, outcomes = _masks(model, pruner, updated)
 
     revision = getattr(getattr(model, "config", None), "_commit_hash", None)
     record = report_of(
@@ -307,7 +307,7 @@ def _decide(
         pruner,
         outcomes,
         chosen.coverage,
-        moved,
+        updated,
         None if norms is None else norms.about,
     )
     record.stages = stage_records(stopwatch.record)
@@ -315,7 +315,7 @@ def _decide(
     if starving is not None:
         logger.warning("warning: %s", starving)
         record.warnings.insert(0, starving)
-    values = {} if moved is None else moved.weights()
+    values = {} if updated is None else updated.weights()
     moves = [(target, values[target.name]) for target in chosen.targets if target.name in values]
     source = criterion_source(pruner.scores.recipe)
     return ModelReport(record, masks, norms, model, source), moves, chosen.architecture
@@ -397,10 +397,10 @@ def _norms(
         check_calibrated(layers)
     name = name_of(model)
     name = Path(name).name if Path(name).is_dir() else name  # the norms may be published
-    about = CalibrationRecord(model=name, pruned_by=None if masker is None else recorded(recipe))
+    about = CalibrationRecord(model=name, pruned_by=None if masker is None else as_recorded(recipe))
     batch_size = calibration.text.batch_size
     if sequences is not None and isinstance(model, PreTrainedModel):
-        return calibrated(
+        return collect_norms(
             model,
             sequences,
             layers,
@@ -423,7 +423,7 @@ def _norms(
     return replace(norms, about=about)
 
 
-def _held_out(model: nn.Module, calibration: _Calibration) -> CalibrationText | None:
+def _hold_out(model: nn.Module, calibration: _Calibration) -> CalibrationText | None:
     """The data, with the sequences that follow those of the calibration; None if there are none,
     or the model predicts no next token.
     """
@@ -448,9 +448,9 @@ def _perplexity(model: nn.Module, tokens: Tensor | None) -> PerplexityRecord | N
     return msgspec.structs.replace(record, seconds=0.0)
 
 
-def _moved(
+def _update(
     model: nn.Module, pruner: Pruner, calibration: _Calibration, stopwatch: Stopwatch
-) -> MovedWeights | None:
+) -> UpdatedWeights | None:
     """The weights that the recipe's update moves; None without one."""
     update = pruner.scores.recipe.update
     if update is None or not isinstance(model, PreTrainedModel):
@@ -461,14 +461,16 @@ def _moved(
             "data: batches cannot run block by block, as a fit of weights does; "
             "give texts or token ids."
         )
-    moved = MovedWeights()
+    updated = UpdatedWeights()
     with stopwatch(update.name), in_evaluation_mode(model):
         batch_size = calibration.text.batch_size
-        move_weights(model, pruner, update, sequences.in_turns, moved, batch_size)
-    return moved
+        move_weights(model, pruner, update, sequences.in_turns, updated, batch_size)
+    return updated
 
 
-def _masks(model: nn.Module, pruner: Pruner, moved: MovedWeights | None) -> tuple[Masks, Outcomes]:
+def _masks(
+    model: nn.Module, pruner: Pruner, updated: UpdatedWeights | None
+) -> tuple[Masks, Outcomes]:
     """The masks by parameter, and the outcome of each target."""
     masks = Masks()
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -484,7 +486,7 @@ def _masks(model: nn.Module, pruner: Pruner, moved: MovedWeights | None) -> tupl
             chunk.words != 0
         )
 
-    outcomes = pruner.decide(put, moved)
+    outcomes = pruner.decide(put, updated)
     for name, mask in unfinished.items():
         masks.put(name, mask)
     return masks, outcomes

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import FP8_DTYPE, PRUNABLE_DTYPES, Matrix, block_scales
-from emp_llm.common.errors import UserError, count_of, did_you_mean, quotable, shortened_list
+from emp_llm.common.errors import UserError, count_of, did_you_mean, quotable, shorten_list
 from emp_llm.models.layers import (
     Layer,
     Purpose,
@@ -105,7 +105,7 @@ def check_coverage(coverage: TargetsRecord, targets: str | list[str], allow_part
         return
     problem = (
         f"{100 * share:.0f} % of the weights in decoder blocks cannot be pruned "
-        f"({shortened_list(coverage.unreachable)})"
+        f"({shorten_list(coverage.unreachable)})"
     )
     if share > 0.5 and not allow_partial:
         raise UserError(f"{problem}. To prune only the others, add --allow-partial.")
@@ -223,7 +223,7 @@ class Architecture:
         if missing:
             raise UserError(
                 f"{checkpoint.folder}: {count_of(len(missing), 'weight')} of the model "
-                f"{'is' if len(missing) == 1 else 'are'} missing: {shortened_list(missing)}. The "
+                f"{'is' if len(missing) == 1 else 'are'} missing: {shorten_list(missing)}. The "
                 "checkpoint is incomplete; download it again."
             )
         shapes = {
@@ -307,7 +307,7 @@ class Architecture:
             return list(target_at.values())
         asked = f"--targets {targets!r}{f' without {ignore!r}' if ignore else ''}"
         if matching:
-            elsewhere = shortened_list([layer.name for layer in matching])
+            elsewhere = shorten_list([layer.name for layer in matching])
             raise UserError(
                 f"{asked} match only layers without a matrix in the checkpoint: {elsewhere}."
             )
@@ -332,7 +332,7 @@ class Architecture:
             if not layers:
                 raise UserError(f"{asked} matches no layer. {self._layers_there(part)}")
             if not any(self._includes(tower, layer.tower) for layer in layers):
-                elsewhere = shortened_list([layer.name for layer in layers])
+                elsewhere = shorten_list([layer.name for layer in layers])
                 raise UserError(
                     f"{asked} matches no layer of the {tower} tower, only {elsewhere}. Add "
                     "--tower all."
@@ -349,7 +349,7 @@ class Architecture:
         sentences = [
             hint,
             f"The layers of its blocks are: {', '.join(roles) or 'none'}.",
-            f"These weights belong to no layer: {shortened_list(unreachable)}."
+            f"These weights belong to no layer: {shorten_list(unreachable)}."
             if unreachable
             else "",
         ]
@@ -371,7 +371,7 @@ class Architecture:
                 f"--targets: {grouped[0].name} is block-diagonal: {problem}. Leave it out of "
                 f"--targets, or add --ignore {grouped[0].leaf}."
             )
-        names = shortened_list([layer.name for layer in grouped])
+        names = shorten_list([layer.name for layer in grouped])
         logger.warning("warning: block-diagonal layers stay dense (%s): %s.", names, problem)
         return [layer for layer in layers if not layer.grouped]
 
@@ -716,7 +716,7 @@ def by_names(checkpoint: Checkpoint) -> Architecture:
     if unused:
         logger.warning(
             "warning: config.json explains no layers of these names, and they stay dense: %s.",
-            shortened_list(unused),
+            shorten_list(unused),
         )
     known = {name: shape for name, shape in shapes.items() if name not in unused}
     named = (_layer_by_name(name, shape, vocabulary) for name, shape in known.items())

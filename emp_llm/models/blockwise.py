@@ -44,7 +44,7 @@ from emp_llm.common.machine import available_memory, enough_memory, out_of_memor
 from emp_llm.common.progress import progress_bar
 from emp_llm.models.attention import fast_attention
 from emp_llm.models.modules import body_of, find_blocks, find_towers, is_encoder_decoder
-from emp_llm.models.offload import OutsideModules, execution_device, input_device, loaded_blocks
+from emp_llm.models.offload import OutsideModules, execution_device, input_device, load_blocks
 from emp_llm.options.calibration import Place
 
 NOT_BY_BLOCKS = (
@@ -347,7 +347,7 @@ class Walk:
         next block is requested.
         """
         runner = self.runner
-        with closing(loaded_blocks(list(runner.blocks)[first:])) as loader:
+        with closing(load_blocks(list(runner.blocks)[first:])) as loader:
             for index in range(first, len(runner.blocks)):
                 step = Step(self, index, runner.blocks[index])
                 with out_of_memory(step.no_room):

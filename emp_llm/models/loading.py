@@ -33,7 +33,7 @@ from emp_llm.common.errors import (
     format_bytes,
     quotable,
     reason,
-    shortened_list,
+    shorten_list,
 )
 from emp_llm.common.machine import OutOfMemory, ran_out
 from emp_llm.common.progress import shows_bars
@@ -277,7 +277,7 @@ def _check_map(placement: Mapping[str, Any], skeleton: PreTrainedModel) -> None:
     missing = [name for name, _ in skeleton.named_parameters() if place_of(name) is None]
     if missing:
         raise UserError(
-            f"--device-map: it has no place for {shortened_list(missing)}. Add one, or use auto."
+            f"--device-map: it has no place for {shorten_list(missing)}. Add one, or use auto."
         )
     names = {name for name, _ in skeleton.named_modules()}
     names |= {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
@@ -341,7 +341,7 @@ def loading(folder: Path, remedy: str = ".") -> Iterator[None]:
             raise OutOfMemory(f"{folder}: out of memory while loading it{remedy}") from error
         if parts:
             raise UserError(
-                f"{folder}: parts of {shortened_list(parts)} are missing, or of other shapes than "
+                f"{folder}: parts of {shorten_list(parts)} are missing, or of other shapes than "
                 f"in config.json. {_REMEDY}"
             ) from error
         if isinstance(error, RuntimeError):
@@ -386,7 +386,7 @@ def check_complete(folder: Path, model: PreTrainedModel, info: dict[str, Any]) -
     if missing:
         raise UserError(
             f"{folder}: the checkpoint lacks {count_of(len(missing), 'weight')}: "
-            f"{shortened_list(missing)}. {_REMEDY}"
+            f"{shorten_list(missing)}. {_REMEDY}"
         )
     shapes = {
         name: (list(stored), list(expected)) for name, stored, expected in info["mismatched_keys"]
@@ -417,11 +417,11 @@ def check_complete(folder: Path, model: PreTrainedModel, info: dict[str, Any]) -
         lacks = (
             f"lacks {count_of(len(buffers), 'buffer')} of the model, which transformers fills in"
         )
-        logger.warning(warning, folder, lacks, shortened_list(buffers))
+        logger.warning(warning, folder, lacks, shorten_list(buffers))
     unused = sorted(info["unexpected_keys"])
     if unused:
         holds = f"holds {count_of(len(unused), 'tensor')} that the model does not use"
-        logger.warning(warning, folder, holds, shortened_list(unused))
+        logger.warning(warning, folder, holds, shorten_list(unused))
 
 
 def head_parameter(model: Any) -> str | None:

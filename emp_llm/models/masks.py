@@ -27,7 +27,7 @@ from emp_llm.models.sharded import (
     place_of,
     reshard,
 )
-from emp_llm.models.zeros import kept_in_folder
+from emp_llm.models.zeros import read_kept
 
 _KEY = "emp_llm"
 _FORMAT = "emp-llm masks 1"
@@ -133,7 +133,7 @@ class Masks(Mapping[str, Tensor]):
         path = Path(path)
         masks = cls()
         if path.is_dir():
-            for name, kept in kept_in_folder(path, targets, blocks).items():
+            for name, kept in read_kept(path, targets, blocks).items():
                 masks.put(name, kept)
             return masks
         if not path.is_file():
@@ -230,7 +230,7 @@ def plain_model(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def unwrapped(model: nn.Module) -> Iterator[None]:
+def unwrap(model: nn.Module) -> Iterator[None]:
     """Inside this context, the parts of a model are without what activation checkpointing and
     torch.compile put around them, so that their names are those of its checkpoint.
     """

@@ -31,7 +31,7 @@ from transformers.pytorch_utils import Conv1D
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import Matrix
-from emp_llm.common.errors import UserError, shortened_list
+from emp_llm.common.errors import UserError, shorten_list
 from emp_llm.common.machine import exact_device, in_float64
 from emp_llm.models.layers import (
     ExpertSlice,
@@ -168,7 +168,7 @@ def block_lists(model: nn.Module, path: str | None = None) -> Towers:
             name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
         ]
         lists = (
-            f"The lists of this model are: {shortened_list(known)}."
+            f"The lists of this model are: {shorten_list(known)}."
             if known
             else "This model has none."
         )

@@ -75,7 +75,7 @@ def offloaded_files(model: nn.Module) -> dict[str, dict[str, str]]:
     return files
 
 
-def loaded_blocks(blocks: Sequence[nn.Module]) -> Generator[int, None, None]:
+def load_blocks(blocks: Sequence[nn.Module]) -> Generator[int, None, None]:
     """Load the weights of one block after another; a thread loads the next block in the background.
 
     Yields:

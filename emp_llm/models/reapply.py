@@ -11,10 +11,10 @@ from emp_llm.checkpoint.packed_format import PackedFolder
 from emp_llm.common.declared import check_type, options_of
 from emp_llm.common.machine import default_modes
 from emp_llm.models.architecture import Architecture, Target
-from emp_llm.models.masks import Masks, check_merged, check_whole, plain_model, unwrapped
+from emp_llm.models.masks import Masks, check_merged, check_whole, plain_model, unwrap
 from emp_llm.models.modules import rows_in, weight_of
 from emp_llm.models.sharded import check_maskable, is_sharded, reshard, stand_in
-from emp_llm.models.zeros import kept_in, opened
+from emp_llm.models.zeros import find_kept, open_folder
 from emp_llm.options.recipe import Targets
 
 Source = Path | str | Mapping[str, Tensor]
@@ -43,14 +43,14 @@ def masks_in(
             a weight of the model is not whole.
     """
     check_type("model", model, PreTrainedModel)
-    checkpoint, packed, scope = opened(Path(folder), targets, blocks)
-    with unwrapped(model):
+    checkpoint, packed, scope = open_folder(Path(folder), targets, blocks)
+    with unwrap(model):
         architecture = Architecture.of_model(checkpoint, model, scope.blocks)
         chosen = architecture.targets_of(scope)
-        return stored_masks(checkpoint, chosen, model, packed)
+        return read_masks(checkpoint, chosen, model, packed)
 
 
-def stored_masks(
+def read_masks(
     checkpoint: Checkpoint,
     targets: list[Target],
     model: PreTrainedModel,
@@ -71,7 +71,7 @@ def stored_masks(
         check_whole(layer.name, weight, (target.matrix.rows, target.matrix.columns))
         shapes[layer.parameter] = tuple(parameter.shape)
     masks = Masks()
-    for name, mask in kept_in(checkpoint, targets, shapes, packed).items():
+    for name, mask in find_kept(checkpoint, targets, shapes, packed).items():
         masks.put(name, mask)
     return masks
 

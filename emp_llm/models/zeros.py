@@ -22,13 +22,13 @@ from emp_llm.options.recipe import Targets
 from emp_llm.records.run_report import read_report
 
 
-def kept_in_folder(
+def read_kept(
     folder: Path, targets: str | list[str] | None = None, blocks: str | None = None
 ) -> dict[str, NDArray[np.bool_]]:
     """Parameter name -> bool array of its shape, true where a weight stays: the masks of a pruned
     checkpoint, for the class of its config.json. Arguments and errors are those of `masks_in`.
     """
-    checkpoint, packed, scope = opened(folder, targets, blocks)
+    checkpoint, packed, scope = open_folder(folder, targets, blocks)
     architecture = Architecture.of_checkpoint(checkpoint, scope.blocks, names_suffice=True)
     chosen = architecture.targets_of(scope)
     shapes = {
@@ -37,10 +37,10 @@ def kept_in_folder(
         )
         for target in chosen
     }
-    return kept_in(checkpoint, chosen, shapes, packed)
+    return find_kept(checkpoint, chosen, shapes, packed)
 
 
-def kept_in(
+def find_kept(
     checkpoint: Checkpoint,
     targets: list[Target],
     shapes: Mapping[str, tuple[int, ...]],
@@ -50,7 +50,7 @@ def kept_in(
     no bit of it is set.
 
     Args:
-        checkpoint, packed: as of `opened`.
+        checkpoint, packed: as of `open_folder`.
         targets: of the checkpoint; shapes: of their parameters, by name.
     """
     by_tensor: dict[str, list[Target]] = defaultdict(list)
@@ -68,7 +68,7 @@ def kept_in(
     return parameters
 
 
-def opened(
+def open_folder(
     folder: Path, targets: str | list[str] | None, blocks: str | None
 ) -> tuple[Checkpoint, PackedFolder | None, Targets]:
     """A pruned checkpoint, its packed folder if it is one, and its targets."""

@@ -1,10 +1,10 @@
-"""The options of commands: groups of fields, or parameters, each annotated with an `Opt`."""
+"""The options of commands: groups of fields, or parameters, each annotated with a `Flag`."""
 
 import inspect
 import math
 from typing import Annotated, Any, get_args, get_origin
 
-from emp_llm.common.declared import Node, Opt, Option, number_in, options_of
+from emp_llm.common.declared import Flag, Node, Option, number_in, options_of
 from emp_llm.common.errors import UserError
 
 
@@ -44,7 +44,7 @@ def options_in(parameter: inspect.Parameter) -> tuple[Any, dict[str, Option]]:
     if get_origin(annotation) is Annotated:
         annotation, *marks = get_args(annotation)
     for mark in marks:
-        if isinstance(mark, Opt):
+        if isinstance(mark, Flag):
             return None, {parameter.name: Option(parameter, annotation, mark)}
     own = getattr(annotation, "options", None)
     options = options_of(annotation) if own is None else own()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from emp_llm.common.declared import Opt
+from emp_llm.common.declared import Flag
 
 Execution = Literal["auto", "model", "blocks"]
 Propagate = Literal["dense", "pruned"]
@@ -26,25 +26,25 @@ class CalibrationOptions:
 
     calibration: Annotated[
         str | None,
-        Opt(
+        Flag(
             "Calibration text: recipe, file, Hub id or self[:PROMPTS]; ,field=value; a mix: "
             f"a:64,b:64; default: {TEXT}."
         ),
     ] = None
     samples: Annotated[
-        int | None, Opt("Number of calibration sequences; default: the recipe's.", minimum=1)
+        int | None, Flag("Number of calibration sequences; default: the recipe's.", minimum=1)
     ] = None
-    seqlen: Annotated[int | None, Opt("Tokens per sequence; default: the recipe's.", minimum=1)] = (
-        None
-    )
-    batch_size: Annotated[int, Opt("Sequences per calibration pass.", minimum=1)] = 4
+    seqlen: Annotated[
+        int | None, Flag("Tokens per sequence; default: the recipe's.", minimum=1)
+    ] = None
+    batch_size: Annotated[int, Flag("Sequences per calibration pass.", minimum=1)] = 4
     execution: Annotated[
-        Execution, Opt("Run the whole model at once, or by blocks; auto: by blocks if offloaded.")
+        Execution, Flag("Run the whole model at once, or by blocks; auto: by blocks if offloaded.")
     ] = "auto"
-    hidden_states: Annotated[Place, Opt("Where hidden states are kept between blocks.")] = "auto"
+    hidden_states: Annotated[Place, Flag("Where hidden states are kept between blocks.")] = "auto"
     resumable_calibration: Annotated[
         bool,
-        Opt(
+        Flag(
             "By blocks, save sums and hidden states to disk now and then, so that an interrupted "
             "run can resume.",
             flag="--resumable-calibration/--no-resumable-calibration",
@@ -52,7 +52,7 @@ class CalibrationOptions:
     ] = True
     seed: Annotated[
         int,
-        Opt(
+        Flag(
             "Random seed of shuffled or generated texts, of training and of searches.",
             minimum=0,
             maximum=2**32 - 1,
@@ -69,4 +69,4 @@ class CalibrationOptions:
 class NormOptions(CalibrationOptions):
     """The source of the input norms: a calibration now, or an activations file."""
 
-    activations: Annotated[Path | None, Opt("Activations file; default: calibrate now.")] = None
+    activations: Annotated[Path | None, Flag("Activations file; default: calibrate now.")] = None

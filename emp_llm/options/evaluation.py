@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from emp_llm.common.declared import Opt
+from emp_llm.common.declared import Flag
 
 TableFormat = Literal["terminal", "markdown"]
 
@@ -14,22 +14,22 @@ class SuiteOptions:
 
     suite: Annotated[
         str | None,
-        Opt("Evaluation suite: a name from eval/, or your own .toml file; default: perplexity."),
+        Flag("Evaluation suite: a name from eval/, or your own .toml file; default: perplexity."),
     ] = None
-    tasks: Annotated[str | list[str] | None, Opt("lm-eval tasks a,b instead of a suite.")] = None
+    tasks: Annotated[str | list[str] | None, Flag("lm-eval tasks a,b instead of a suite.")] = None
     num_fewshot: Annotated[
         int | None,
-        Opt(
+        Flag(
             "Examples before each question, for --tasks; default: each task's own number.",
             minimum=0,
         ),
     ] = None
     apply_chat_template: Annotated[
-        bool, Opt("Ask the questions of tasks through the tokenizer's chat template.")
+        bool, Flag("Ask the questions of tasks through the tokenizer's chat template.")
     ] = False
     limit: Annotated[
         int | None,
-        Opt(
+        Flag(
             "Use at most this many examples per task and blocks of text; results are partial.",
             minimum=1,
         ),

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from inspect import Parameter
 from typing import Any, NoReturn
 
-from emp_llm.common.declared import Opt, Option, asked, built, options_of
+from emp_llm.common.declared import Flag, Option, build, build_asked, options_of
 from emp_llm.common.errors import UserError, did_you_mean, quotable
 from emp_llm.options.criterion import custom_name
 from emp_llm.options.recipe import (
@@ -31,7 +31,7 @@ from emp_llm.options.recipe import (
 )
 from emp_llm.update.update import Refit, Update
 
-_METHOD = Opt(
+_METHOD = Flag(
     "admm, sparsegpt, wanda, relative, ria, magnitude or own; with emp- before it, N_eff says how "
     "many weights stay; best: emp-admm --refit --heal. Heads and neurons also taylor; experts "
     "reap, man, frequency, mass; layers cosine. Default: emp-wanda (experts: emp-reap, layers: "
@@ -97,7 +97,7 @@ class RecipeWords(dict[str, Any]):
             flag: the option that names the method, for errors.
         """
         given = {name: value for name, value in self.items() if _says_something(name, value)}
-        structure = built(Structure, given) if "structure" in given else None
+        structure = build(Structure, given) if "structure" in given else None
         if structure is not None:
             given.setdefault("targets", structure.layers)
             if structure.units == "layers" and Refit.name in given:
@@ -112,12 +112,12 @@ class RecipeWords(dict[str, Any]):
             given.setdefault("count_by", "magnitude")
         if counts_kind is Effective and {"beta", "sparsity"} <= given.keys():
             raise UserError(f"--sparsity finds the beta of {method}; leave out --beta.")
-        score = built(score_kind, given)
+        score = build(score_kind, given)
         update: Update | None = (
-            built(searches()[name], given) if name in searches() else asked(Refit, given)
+            build(searches()[name], given) if name in searches() else build_asked(Refit, given)
         )
-        fields: dict[str, Any] = {"counts": built(counts_kind, given)}
-        fields |= {"targets": built(Targets, given), "heal": asked(Heal, given)}
+        fields: dict[str, Any] = {"counts": build(counts_kind, given)}
+        fields |= {"targets": build(Targets, given), "heal": build_asked(Heal, given)}
         if "group" in given:
             fields["group"] = given.pop("group")
         for left in given:

@@ -4,18 +4,18 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from emp_llm.common.declared import Opt
+from emp_llm.common.declared import Flag
 from emp_llm.common.errors import UserError
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Runtime = Literal["dense", "sparse"]
 MaskDevice = Annotated[
-    Literal["cpu", "cuda"], Opt("Device that computes the masks. They are the same on both.")
+    Literal["cpu", "cuda"], Flag("Device that computes the masks. They are the same on both.")
 ]
-TrustRemoteCode = Annotated[bool, Opt("Run code from the model repository.")]
+TrustRemoteCode = Annotated[bool, Flag("Run code from the model repository.")]
 ReportTo = Annotated[
     Literal["none", "trackio", "tensorboard", "wandb"],
-    Opt("Send the numbers of the healing to this tracker while it runs."),
+    Flag("Send the numbers of the healing to this tracker while it runs."),
 ]
 DEVICE_NAME = re.compile(r"auto|cpu|cuda(:\d+)?")
 
@@ -24,10 +24,10 @@ DEVICE_NAME = re.compile(r"auto|cpu|cuda(:\d+)?")
 class ModelOptions:
     """A model from a folder or from the Hub."""
 
-    model: Annotated[str, Opt("Model folder or Hub id.", argument=True, flag="--model")] = field(
+    model: Annotated[str, Flag("Model folder or Hub id.", argument=True, flag="--model")] = field(
         kw_only=False
     )
-    revision: Annotated[str | None, Opt("Branch, tag or commit of a Hub model.")] = None
+    revision: Annotated[str | None, Flag("Branch, tag or commit of a Hub model.")] = None
     trust_remote_code: TrustRemoteCode = False
 
 
@@ -36,27 +36,27 @@ class LoadingOptions:
     """Loading for forward passes."""
 
     device_map: Annotated[
-        str, Opt("Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.")
+        str, Flag("Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.")
     ] = "auto"
-    dtype: Annotated[Dtype, Opt("Dtype of forward passes.")] = "auto"
+    dtype: Annotated[Dtype, Flag("Dtype of forward passes.")] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationOptions:
     """Quantisation by bitsandbytes at load time."""
 
-    load_in_8bit: Annotated[bool, Opt("Run forward passes in 8 bits (bitsandbytes, LLM.int8).")] = (
-        False
-    )
-    load_in_4bit: Annotated[bool, Opt("Run forward passes in 4 bits (bitsandbytes, NF4).")] = False
+    load_in_8bit: Annotated[
+        bool, Flag("Run forward passes in 8 bits (bitsandbytes, LLM.int8).")
+    ] = False
+    load_in_4bit: Annotated[bool, Flag("Run forward passes in 4 bits (bitsandbytes, NF4).")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions:
     """One device, and the dtype of its activations."""
 
-    device: Annotated[str, Opt("Device that runs the model: auto, cpu, cuda or cuda:N.")] = "auto"
-    dtype: Annotated[Dtype, Opt("Dtype of forward passes.")] = "auto"
+    device: Annotated[str, Flag("Device that runs the model: auto, cpu, cuda or cuda:N.")] = "auto"
+    dtype: Annotated[Dtype, Flag("Dtype of forward passes.")] = "auto"
 
     def __post_init__(self) -> None:
         if not DEVICE_NAME.fullmatch(self.device):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from emp_llm.common.declared import Opt, flag_of, options_of
+from emp_llm.common.declared import Flag, flag_of, options_of
 from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import check_one_process
 from emp_llm.options.base import GivenOptions
@@ -44,54 +44,54 @@ class PruneOptions(QuantizationOptions, LoadingOptions, NormOptions, ModelOption
     """The options of `prune` that are not part of the recipe."""
 
     propagate: Annotated[
-        Propagate, Opt("Calibrate each block on the outputs of dense or of pruned blocks.")
+        Propagate, Flag("Calibrate each block on the outputs of dense or of pruned blocks.")
     ] = "dense"
     mask_device: MaskDevice = "cpu"
     parameters: Annotated[
-        str | None, Opt("Remove weights until at most this many are left, such as 6e9.")
+        str | None, Flag("Remove weights until at most this many are left, such as 6e9.")
     ] = None
     memory: Annotated[
         str | None,
-        Opt("Remove weights until the model, packed, takes at most this, such as 24GB."),
+        Flag("Remove weights until the model, packed, takes at most this, such as 24GB."),
     ] = None
     loss: Annotated[
         str | None,
-        Opt(
+        Flag(
             "Remove as many weights as possible while the rise in held-out perplexity plus its "
             "standard error stays below this, such as 2%."
         ),
     ] = None
     check: Annotated[
         bool,
-        Opt(
+        Flag(
             "Measure held-out perplexity before and after; --evaluate replaces this.",
             flag="--check/--no-check",
         ),
     ] = True
     evaluate: Annotated[
         str | None,
-        Opt(
+        Flag(
             "Evaluate the dense and the pruned model with this suite (name or file); "
             ",limit=N shortens it."
         ),
     ] = None
     baseline: Annotated[
-        Path | None, Opt("Results file of the dense model, used instead of evaluating it.")
+        Path | None, Flag("Results file of the dense model, used instead of evaluating it.")
     ] = None
     output: Annotated[
-        Path | None, Opt("Folder to write; default: MODEL-METHOD in the current folder.")
+        Path | None, Flag("Folder to write; default: MODEL-METHOD in the current folder.")
     ] = None
     overwrite: Annotated[
-        bool, Opt("Replace an existing checkpoint at the output, and on the Hub.")
+        bool, Flag("Replace an existing checkpoint at the output, and on the Hub.")
     ] = False
     report_to: ReportTo = "none"
-    dry_run: Annotated[bool, Opt("Print the plan of the run, and write nothing.")] = False
+    dry_run: Annotated[bool, Flag("Print the plan of the run, and write nothing.")] = False
     push_to_hub: Annotated[
-        str | None, Opt("Push the result to USER/NAME on the Hub, with a model card.")
+        str | None, Flag("Push the result to USER/NAME on the Hub, with a model card.")
     ] = None
-    private: Annotated[bool, Opt("Create that repository as private.")] = False
+    private: Annotated[bool, Flag("Create that repository as private.")] = False
     push_revision: Annotated[
-        str | None, Opt("Branch to push to; created if missing. (--revision is the source's.)")
+        str | None, Flag("Branch to push to; created if missing. (--revision is the source's.)")
     ] = None
 
 
@@ -108,7 +108,7 @@ def check_wanted(options: PruneOptions, given: GivenOptions, reads_text: bool) -
         )
 
 
-def checked_recipe(words: RecipeWords, options: PruneOptions, given: GivenOptions) -> Recipe:
+def check_recipe(words: RecipeWords, options: PruneOptions, given: GivenOptions) -> Recipe:
     """The recipe that options ask for.
 
     Args:

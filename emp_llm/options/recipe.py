@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from emp_llm.common.declared import (
+    Flag,
     Node,
-    Opt,
     as_tree,
     check_fields,
     check_words,
-    declared,
+    fields_of,
     has_kinds,
     kinds_of,
     node_in,
@@ -43,13 +43,13 @@ ScoreMap = Literal["abs", "shift", "exp"]
 # Options of several nodes.
 Norms = Annotated[
     Literal["plain", "relative"],
-    Opt("Norms in the scores: plain, or relative to each token's output.", name="score"),
+    Flag("Norms in the scores: plain, or relative to each token's output.", name="score"),
 ]
 Mapped = Annotated[
     ScoreMap | None,
-    Opt("Make your scores non-negative: abs, shift (s - min s), or exp.", flag="--map"),
+    Flag("Make your scores non-negative: abs, shift (s - min s), or exp.", flag="--map"),
 ]
-_SPARSITY = Opt(
+_SPARSITY = Flag(
     "Fraction to remove, of each group (default 0.5); with an emp method, of all targets.",
     minimum=0,
     below=1,
@@ -165,7 +165,7 @@ class Own(Score):
     mark = "source"
     function: Annotated[
         Any,
-        Opt(
+        Flag(
             "A criterion of your own, MODULE:FUNCTION or FILE.py:FUNCTION; the file is run.",
             name="criterion",
         ),
@@ -220,7 +220,7 @@ class Given(Score):
     name = "scores"
     mark = "digest"
     scores: Annotated[
-        Any, Opt("Scores of your own: a safetensors file with a score for each weight.")
+        Any, Flag("Scores of your own: a safetensors file with a score for each weight.")
     ] = field(hash=False)
     score_map: Mapped = None
     digest: str | None = None
@@ -339,17 +339,17 @@ class Effective(Counts):
     """
 
     name = "effective"
-    beta: Annotated[float | None, Opt("Keep beta x N_eff weights (emp methods); default: 1.")] = (
+    beta: Annotated[float | None, Flag("Keep beta x N_eff weights (emp methods); default: 1.")] = (
         None
     )
-    order: Annotated[float, Opt("Hill order of the effective number (emp methods).")] = 2.0
+    order: Annotated[float, Flag("Hill order of the effective number (emp methods).")] = 2.0
     neff_dtype: Annotated[
         Literal["float64", "bfloat16"],
-        Opt("float64, or bfloat16 for the paper's emp-magnitude arithmetic."),
+        Flag("float64, or bfloat16 for the paper's emp-magnitude arithmetic."),
     ] = "float64"
     count_by: Annotated[
         Literal["own", "magnitude"],
-        Opt("N_eff of the method's own scores, or of the weight magnitudes (emp methods)."),
+        Flag("N_eff of the method's own scores, or of the weight magnitudes (emp methods)."),
     ] = "own"
     sparsity: Annotated[float | None, _SPARSITY] = None
     found: float | None = None
@@ -404,7 +404,7 @@ class ByCost(Node):
     """
 
     name = "cost"
-    switch = Opt(
+    switch = Flag(
         "Sparsity of each block: uniform; cost: lower where a block costs more alone, on held-out "
         "text; default: uniform.",
         name="shares",
@@ -455,7 +455,7 @@ class Pattern(Counts):
 
     name = "pattern"
     n: Annotated[
-        int, Opt("N:M, keep N of every M inputs (not with emp methods).", name="pattern", type=str)
+        int, Flag("N:M, keep N of every M inputs (not with emp methods).", name="pattern", type=str)
     ] = 2
     m: int = 4
 
@@ -485,13 +485,13 @@ class Match(Counts):
     name = "match"
     run: Annotated[
         str,
-        Opt(
+        Flag(
             "Output of an earlier run; remove as many weights as that run (other methods).",
             name="match",
         ),
     ] = ""
     by: Annotated[
-        MatchBy, Opt("Match the total of that run, or every matrix.", name="match_by")
+        MatchBy, Flag("Match the total of that run, or every matrix.", name="match_by")
     ] = "total"
     removed: int | dict[str, int] | None = field(default=None, hash=False)
 
@@ -514,7 +514,7 @@ class Match(Counts):
 def _check_removed(removed: int | dict[str, int] | None) -> None:
     """Raise UserError for a number of weights that is negative or too large."""
     for number in removed.values() if isinstance(removed, dict) else [removed or 0]:
-        Opt("", minimum=0).check_range("removed", number)
+        Flag("", minimum=0).check_range("removed", number)
 
 
 # What is pruned, and what follows.
@@ -536,22 +536,22 @@ class Targets(Node):
 
     layers: Annotated[
         str | list[str],
-        Opt("Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.", name="targets"),
+        Flag("Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.", name="targets"),
     ] = field(default="mlp", hash=False)
-    ignore: Annotated[str | list[str] | None, Opt("Layers to leave out: as --targets.")] = field(
+    ignore: Annotated[str | list[str] | None, Flag("Layers to leave out: as --targets.")] = field(
         default=None, hash=False
     )
     tower: Annotated[
-        Tower, Opt("Part of a multimodal model to prune: language, vision, or all.")
+        Tower, Flag("Part of a multimodal model to prune: language, vision, or all.")
     ] = "language"
     blocks: Annotated[
-        str | None, Opt("Name of the list of decoder blocks; detected by default.")
+        str | None, Flag("Name of the list of decoder blocks; detected by default.")
     ] = None
     min_expert_tokens: Annotated[
-        int, Opt("Score experts by magnitude if they see fewer tokens.", minimum=0)
+        int, Flag("Score experts by magnitude if they see fewer tokens.", minimum=0)
     ] = 32
     allow_partial: Annotated[
-        bool, Opt("Continue if more than half of the weights in blocks cannot be pruned.")
+        bool, Flag("Continue if more than half of the weights in blocks cannot be pruned.")
     ] = False
 
     def __post_init__(self) -> None:
@@ -583,12 +583,12 @@ class Heal(Node):
             commands, which record the steps.
     """
 
-    switch = Opt(
+    switch = Flag(
         "Then train the kept weights on the dense model's probabilities for the text.", name="heal"
     )
     steps: Annotated[
         int,
-        Opt(
+        Flag(
             "Steps of the training, of four sequences (default 300).",
             name="heal_steps",
             minimum=1,
@@ -597,7 +597,7 @@ class Heal(Node):
     ] = None  # type: ignore[assignment]  # __post_init__ sets it
     weights: Annotated[
         Literal["targets", "all"],
-        Opt(
+        Flag(
             "What heals: kept weights of the targets, or of all linear layers in blocks, and "
             "norms.",
             name="heal_weights",
@@ -605,7 +605,7 @@ class Heal(Node):
     ] = "targets"
     tokens: Annotated[
         float | None,
-        Opt(
+        Flag(
             "Tokens of the training, such as 2e6, in place of its steps.",
             name="heal_tokens",
             above=0,
@@ -613,7 +613,7 @@ class Heal(Node):
     ] = None
     minutes: Annotated[
         float | None,
-        Opt(
+        Flag(
             "Minutes of the training, in place of its steps; two steps are timed first.",
             name="heal_minutes",
             above=0,
@@ -686,7 +686,7 @@ class Structure(Node):
 
     units: Annotated[
         Literal["heads", "neurons", "both", "experts", "layers"],
-        Opt(
+        Flag(
             "Remove whole attention heads, MLP neurons, both, experts of a mixture, or decoder "
             "layers, in place of weights.",
             name="structure",
@@ -694,14 +694,14 @@ class Structure(Node):
     ]
     group: Annotated[
         Literal["layer", "all"],
-        Opt("Units that compete: of a layer, or of all layers.", name="structure_group"),
+        Flag("Units that compete: of a layer, or of all layers.", name="structure_group"),
     ] = "layer"
     keep_shapes: Annotated[
-        bool, Opt("With --structure, set units to zero and keep every shape and the config.")
+        bool, Flag("With --structure, set units to zero and keep every shape and the config.")
     ] = False
     width_multiple: Annotated[
         int | None,
-        Opt("Round the width of the MLP up to a multiple of this; default: 64.", minimum=1),
+        Flag("Round the width of the MLP up to a multiple of this; default: 64.", minimum=1),
     ] = None
 
     def __post_init__(self) -> None:
@@ -769,7 +769,7 @@ class Recipe:
     score: Score = None  # type: ignore[assignment]  # __post_init__ sets it
     counts: Counts = None  # type: ignore[assignment]  # as above
     group: Annotated[
-        Group, Opt("Weights that compete with each other: of a row, a matrix, or all targets.")
+        Group, Flag("Weights that compete with each other: of a row, a matrix, or all targets.")
     ] = "row"
     update: Update | None = None
     heal: Heal | None = None
@@ -982,7 +982,7 @@ def _checks_words(init: Any) -> Any:
 
     @wraps(init)
     def checked(self: Recipe, *values: Any, **words: Any) -> None:
-        check_words("Recipe", words, [field.name for field in declared(Recipe)], _places_of)
+        check_words("Recipe", words, [field.name for field in fields_of(Recipe)], _places_of)
         init(self, *values, **words)
 
     return checked
@@ -992,10 +992,10 @@ def _places_of(word: str) -> str:
     """The nodes of a recipe that have a field of this name, as a question; empty if none has."""
     places = [
         f"{branch.name}={kind.__name__}({field.name}=...)"
-        for branch in declared(Recipe)
+        for branch in fields_of(Recipe)
         if branch.node is not None
         for kind in kinds_of(branch.node)
-        for field in declared(kind)
+        for field in fields_of(kind)
         if field.name == word
     ]
     return f" Did you mean {' or '.join(places)}?" if places else ""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from emp_llm.common.declared import Opt, flag_of
+from emp_llm.common.declared import Flag, flag_of
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import parse_list, parse_numbers
 from emp_llm.options.criterion import custom_name
@@ -21,14 +21,16 @@ METHODS = "emp-wanda,wanda,emp-magnitude,magnitude"
 class PointOptions:
     """The points of a sweep, or the recipes of a study."""
 
-    methods: Annotated[str | None, Opt(f"Methods, separated by commas; default: {METHODS}.")] = None
-    betas: Annotated[str | None, Opt(f"Betas of the emp methods; default: {BETAS}.")] = None
-    orders: Annotated[str | None, Opt("Hill orders of the emp methods; default: 2.")] = None
-    sparsities: Annotated[str | None, Opt("Sparsities of the other methods; default: 0.5.")] = None
+    methods: Annotated[str | None, Flag(f"Methods, separated by commas; default: {METHODS}.")] = (
+        None
+    )
+    betas: Annotated[str | None, Flag(f"Betas of the emp methods; default: {BETAS}.")] = None
+    orders: Annotated[str | None, Flag("Hill orders of the emp methods; default: 2.")] = None
+    sparsities: Annotated[str | None, Flag("Sparsities of the other methods; default: 0.5.")] = None
     emp_sparsities: Annotated[
-        str | None, Opt("Sparsities of the emp methods, in place of betas; their beta is found.")
+        str | None, Flag("Sparsities of the emp methods, in place of betas; their beta is found.")
     ] = None
-    patterns: Annotated[str | None, Opt("N:M patterns of the other methods.")] = None
+    patterns: Annotated[str | None, Flag("N:M patterns of the other methods.")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,26 +39,26 @@ class SweepOptions(PointOptions):
 
     methods: Annotated[
         str | None,
-        Opt(f"Methods, separated by commas; default: {METHODS} and those of your criterion."),
+        Flag(f"Methods, separated by commas; default: {METHODS} and those of your criterion."),
     ] = None
     matched_baselines: Annotated[
         bool,
-        Opt(
+        Flag(
             "Add two uniform baselines to each emp point: the same total, and the same count "
             "in every matrix."
         ),
     ] = False
     against: Annotated[
         str | None,
-        Opt("Method that the others are compared with in the table; default: the first."),
+        Flag("Method that the others are compared with in the table; default: the first."),
     ] = None
     mask_device: MaskDevice = "cpu"
     output: Annotated[
-        Path | None, Opt("Folder of the sweep; default: MODEL-sweep in the current folder.")
+        Path | None, Flag("Folder of the sweep; default: MODEL-sweep in the current folder.")
     ] = None
-    overwrite: Annotated[bool, Opt("Discard a sweep with other options at the output.")] = False
-    keep: Annotated[bool, Opt("Also write the checkpoint of every point.")] = False
-    dry_run: Annotated[bool, Opt("Print the plan of the sweep, and write nothing.")] = False
+    overwrite: Annotated[bool, Flag("Discard a sweep with other options at the output.")] = False
+    keep: Annotated[bool, Flag("Also write the checkpoint of every point.")] = False
+    dry_run: Annotated[bool, Flag("Print the plan of the sweep, and write nothing.")] = False
 
 
 @dataclass(frozen=True, eq=False)

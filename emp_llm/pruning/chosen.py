@@ -12,7 +12,7 @@ from emp_llm.common.errors import UserError, quotable
 from emp_llm.models.architecture import Architecture, Target, check_calibrated, check_coverage
 from emp_llm.models.layers import Layer
 from emp_llm.options.recipe import Recipe
-from emp_llm.pruning.counts import check_groups, matched
+from emp_llm.pruning.counts import check_groups, match
 from emp_llm.pruning.scores import Scores
 from emp_llm.records.run_report import TargetsRecord
 from emp_llm.walk.checks import check_blocks_separable, check_update
@@ -77,7 +77,7 @@ def scores_of(chosen: Chosen, recipe: Recipe, config: Mapping[str, Any]) -> Scor
         UserError: the recipe does not fit the targets.
     """
     targets = chosen.targets
-    recipe = matched(recipe, targets)
+    recipe = match(recipe, targets)
     check_groups(recipe, targets)
     if recipe.update is not None:
         check_update(targets, recipe.update_flag, recipe.without_update)

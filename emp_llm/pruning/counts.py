@@ -122,7 +122,7 @@ def check_groups(recipe: Recipe, targets: Sequence[Target], group: Group | None 
             )
 
 
-def matched(recipe: Recipe, targets: Sequence[Target], report: RunReport | None = None) -> Recipe:
+def match(recipe: Recipe, targets: Sequence[Target], report: RunReport | None = None) -> Recipe:
     """The recipe with the number of weights to remove, unless it has it.
 
     Args:
@@ -272,7 +272,7 @@ def effective_numbers(scores: Scores) -> list[GroupNumbers]:
     return groups
 
 
-def kept_at_betas(scores: Scores, betas: Sequence[float]) -> list[int]:
+def count_at_betas(scores: Scores, betas: Sequence[float]) -> list[int]:
     """How many weights of all targets a prune with each beta keeps. The weights are read once.
 
     Args:
@@ -318,7 +318,7 @@ def measured(
         score="relative" if recipe.score.relative else None,
         count_by="magnitude" if recipe.counts_by_magnitude else None,
         targets=targets_record(outcomes, coverage, pruner),
-        sizes=sizes_record(outcomes, checkpoint, moved=False),
+        sizes=sizes_record(outcomes, checkpoint, updated=False),
         matrices=matrices,
         curve=curve_points(betas, kept, weights, checkpoint.parameters),
         warnings=warnings_of(matrices, pruner),
@@ -346,7 +346,7 @@ def curve_points(
     """The curve of the sparsity.
 
     Args:
-        betas, kept: of `kept_at_betas`.
+        betas, kept: of `count_at_betas`.
         weights: number of weights of all targets.
         parameters: number of parameters of the model.
     """

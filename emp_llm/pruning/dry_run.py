@@ -16,7 +16,7 @@ from emp_llm.models.architecture import Target
 from emp_llm.options.calibration import CalibrationOptions, Place
 from emp_llm.options.recipe import Effective, Heal
 from emp_llm.pruning.chosen import stored_bytes
-from emp_llm.pruning.counts import curve_points, kept_at_betas
+from emp_llm.pruning.counts import count_at_betas, curve_points
 from emp_llm.pruning.scores import Scores
 from emp_llm.records.corpus import Corpus, samples_of
 from emp_llm.records.measure import CurvePoint
@@ -139,7 +139,7 @@ def with_curve(plan: DryRun, scores: Scores, propagate: str, headers_only: bool)
             format_bytes(stored_bytes(scores.targets)),
         )
         weights = sum(target.matrix.numel for target in scores.targets)
-        kept = kept_at_betas(scores, betas)
+        kept = count_at_betas(scores, betas)
         curve = curve_points(betas, kept, weights, scores.checkpoint.parameters)
     return replace(plan, recipe=name, curve=curve)
 

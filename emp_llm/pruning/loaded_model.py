@@ -20,7 +20,7 @@ from emp_llm.models.offload import is_offloaded
 from emp_llm.pruning.masks import Chunk, Pruner
 from emp_llm.pruning.outcome import Outcomes
 from emp_llm.pruning.scores import read_chunks
-from emp_llm.walk.moved import MovedWeights
+from emp_llm.walk.moved import UpdatedWeights
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -50,15 +50,15 @@ def holds_stored_weights(
 
 
 @contextmanager
-def pruned(
-    model: PreTrainedModel, pruner: Pruner, moved: MovedWeights | None = None
+def prune_loaded(
+    model: PreTrainedModel, pruner: Pruner, updated: UpdatedWeights | None = None
 ) -> Iterator[Outcomes]:
     """Replace a model's rows by those that a pruner decides; afterwards, restore the checkpoint's.
 
     Args:
         model: loaded, on any devices and in any dtype, with the checkpoint's weights
             (`holds_stored_weights`).
-        moved: new values of the weights that stay.
+        updated: new values of the weights that stay.
     """
 
     def put(target: Target, chunk: Chunk) -> None:
@@ -66,7 +66,7 @@ def pruned(
         weight_of(model, target.layer)[chunk.first : chunk.first + len(rows)].copy_(rows)
 
     try:
-        yield pruner.decide(put, moved)
+        yield pruner.decide(put, updated)
     finally:
         for target, first, rows in _stored_rows(pruner.checkpoint, pruner.targets):
             weight_of(model, target.layer)[first : first + len(rows)].copy_(rows)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from emp_llm.calibration.activations import Activations
     from emp_llm.selection.reference import GroupSelector
-    from emp_llm.walk.moved import MovedWeights
+    from emp_llm.walk.moved import UpdatedWeights
 
 # The reference prunes this many weights in the time that loading the compiled kernel takes.
 _SMALL = 1 << 24
@@ -134,13 +134,13 @@ class Pruner:
         target: Target,
         files: FilePool,
         selector: "GroupSelector | None" = None,
-        moved: "MovedWeights | None" = None,
+        updated: "UpdatedWeights | None" = None,
     ) -> Iterator[Chunk]:
         """The chunks of a target after pruning, in order.
 
         Args:
             selector: of the target's group, if a group is larger than a row.
-            moved: rows whose kept weights moved, in place of the pruned ones; None if none did.
+            updated: rows whose kept weights moved, in place of the pruned ones; None if none did.
 
         Raises:
             UserError: the target holds NaN or infinity.
@@ -148,18 +148,18 @@ class Pruner:
         for first, words in read_chunks(target, files, self._chunk_weights):
             with naming_rows(target, first, words):
                 figures = self.prune(target, first, words, selector)
-            if moved is not None:
-                figures = moved.replace(target, first, words, figures)
+            if updated is not None:
+                figures = updated.replace(target, first, words, figures)
             yield Chunk(first, words, figures)
 
     def decide(
-        self, on_chunk: Callable[[Target, Chunk], None], moved: "MovedWeights | None" = None
+        self, on_chunk: Callable[[Target, Chunk], None], updated: "UpdatedWeights | None" = None
     ) -> Outcomes:
         """Prune all targets in memory; nothing is written.
 
         Args:
             on_chunk: called with a target and each of its pruned chunks, in order.
-            moved: of `pruned`.
+            updated: of `pruned`.
 
         Raises:
             UserError: a target holds NaN or infinity; a file cannot be read, or changes during the
@@ -172,7 +172,7 @@ class Pruner:
                 if self.counts.group == "matrix":
                     selector = self.cut([target], files)
                 rows = no_figures(target.matrix.rows)
-                for chunk in self.pruned(target, files, selector, moved):
+                for chunk in self.pruned(target, files, selector, updated):
                     put_figures(rows, chunk.first, chunk.figures)
                     on_chunk(target, chunk)
                     bar.update(chunk.words.size)

@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import mask_bytes, packed_bytes, word_bytes, words_in
-from emp_llm.common.errors import shortened_list
+from emp_llm.common.errors import shorten_list
 from emp_llm.common.machine import command_line, versions
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.ranks import ranks
 from emp_llm.options.recipe import Effective, Recipe
 from emp_llm.pruning.masks import Pruner
 from emp_llm.pruning.outcome import Outcome, Outcomes
-from emp_llm.pruning.scores import recorded
+from emp_llm.pruning.scores import as_recorded
 from emp_llm.records.run_report import (
     MatrixRecord,
     Quartiles,
@@ -30,7 +30,7 @@ from emp_llm.selection.rule import mass_bound
 from emp_llm.walk.checks import update_warnings
 
 if TYPE_CHECKING:
-    from emp_llm.walk.moved import MovedWeights
+    from emp_llm.walk.moved import UpdatedWeights
 
 logger = logging.getLogger(__name__)
 _LOGGED = 6  # warnings; the report has all
@@ -42,7 +42,7 @@ def report_of(
     pruner: Pruner,
     outcomes: Outcomes,
     coverage: TargetsRecord,
-    moved: "MovedWeights | None" = None,
+    updated: "UpdatedWeights | None" = None,
     calibration: CalibrationRecord | None = None,
 ) -> RunReport:
     """The report of a run, without stages and evaluation, which are added later.
@@ -51,12 +51,12 @@ def report_of(
         source: the dense model.
         pruner, outcomes: of the finished pruning. The beta of a requested sparsity is filled in.
         coverage: the share of the model that the targets cover.
-        moved: what the recipe's update made of the kept weights; None without one.
+        updated: what the recipe's update made of the kept weights; None without one.
         calibration: origin of the norms; None if none were needed.
     """
     recipe = pruner.scores.recipe
     matrices = matrix_records(outcomes, pruner)
-    fits = {} if moved is None else moved.records()
+    fits = {} if updated is None else updated.records()
     warnings = warnings_of(matrices, pruner)
     if recipe.update is not None:
         warnings = [*update_warnings(fits, pruner.targets, recipe.update), *warnings]
@@ -101,7 +101,7 @@ def recipe_in_force(pruner: Pruner) -> Recipe:
     """The recipe as records hold it, with the beta of a requested sparsity."""
     rule = pruner.counts.rule
     beta = pruner.counts.beta if rule is None else rule.beta
-    return recorded(pruner.scores.recipe).with_found(beta)
+    return as_recorded(pruner.scores.recipe).with_found(beta)
 
 
 def targets_record(outcomes: Outcomes, coverage: TargetsRecord, pruner: Pruner) -> TargetsRecord:
@@ -146,18 +146,18 @@ def warnings_of(matrices: dict[str, MatrixRecord], pruner: Pruner) -> list[str]:
             0,
             f"{len(names)} of {len(matrices)} matrices belong to experts that saw fewer than "
             f"{least} tokens (--min-expert-tokens). They were scored by magnitude: "
-            f"{shortened_list(names)}. Give more --samples.",
+            f"{shorten_list(names)}. Give more --samples.",
         )
     return warnings
 
 
-def sizes_record(outcomes: Outcomes, checkpoint: Checkpoint, moved: bool) -> SizesRecord:
+def sizes_record(outcomes: Outcomes, checkpoint: Checkpoint, updated: bool) -> SizesRecord:
     """Bytes of a pruned checkpoint's tensors: dense; packed raw without the targets' zeros; as a
     mask of the targets.
 
     Args:
-        moved: kept weights moved, so that a mask alone does not restore the checkpoint; its size is
-            0.
+        updated: kept weights moved, so that a mask alone does not restore the checkpoint; its size
+            is 0.
     """
     zeros: Counter[str] = Counter()
     for outcome in outcomes.of_targets:
@@ -168,7 +168,7 @@ def sizes_record(outcomes: Outcomes, checkpoint: Checkpoint, moved: bool) -> Siz
         tensor = checkpoint.tensors[name]
         words = words_in(tensor)
         sizes.packed -= tensor.end - tensor.start - packed_bytes(words, word_bytes(tensor), removed)
-        sizes.mask += 0 if moved else mask_bytes(words)
+        sizes.mask += 0 if updated else mask_bytes(words)
     return sizes
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import FilePool, FileReader, file_hash, prefetch, tensor_bytes
 from emp_llm.checkpoint.headers import StoredTensor, read_header
-from emp_llm.checkpoint.matrices import PRUNABLE_DTYPES, Matrix, Words, as_tensor, dequantised_rows
+from emp_llm.checkpoint.matrices import PRUNABLE_DTYPES, Matrix, Words, as_tensor, dequantise_rows
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import file_state
 from emp_llm.common.progress import Bar, progress_bar
@@ -186,7 +186,7 @@ class Scores:
         if criterion.whole:
             return self._mapped_rows(target, first, first + weights.shape[0]).to(weights.device)
         values = (
-            dequantised_rows(target.matrix, first, weights)
+            dequantise_rows(target.matrix, first, weights)
             if weights.element_size() == 1
             else weights
         )
@@ -262,7 +262,7 @@ class Scores:
         matrix = target.matrix
         with self.checkpoint.open_files() as files, torch.no_grad():
             words = matrix.read(files.reader(matrix.stored.shard), 0, matrix.rows)
-            weight = dequantised_rows(matrix, 0, as_tensor(words, matrix.stored.dtype))
+            weight = dequantise_rows(matrix, 0, as_tensor(words, matrix.stored.dtype))
             try:
                 scores = self.criterion.of(weight, self.inputs.get(target.name))
             except Exception as error:
@@ -396,7 +396,7 @@ class GivenScores:
             )
 
 
-def recorded(recipe: Recipe) -> Recipe:
+def as_recorded(recipe: Recipe) -> Recipe:
     """A recipe as records hold it: a custom criterion, or given scores, by name and hash."""
     score = recipe.score
     if isinstance(score, Given) and score.digest is None:
@@ -410,9 +410,9 @@ def recorded(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def signed(recipe: Recipe) -> dict[str, Any]:
-    """`recorded` as JSON, for signatures of runs: with the sources of classes of the user's own."""
-    return recorded(recipe).as_dict() | own_sources(recipe)
+def sign(recipe: Recipe) -> dict[str, Any]:
+    """`as_recorded` as JSON, for signatures of runs: with the sources of the user's own classes."""
+    return as_recorded(recipe).as_dict() | own_sources(recipe)
 
 
 def own_sources(recipe: Recipe) -> dict[str, str]:

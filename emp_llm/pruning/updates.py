@@ -12,7 +12,7 @@ from emp_llm.options.calibration import Place
 from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.masks import Pruner
 from emp_llm.update.update import Update
-from emp_llm.walk.moved import MovedWeights
+from emp_llm.walk.moved import UpdatedWeights
 from emp_llm.walk.update import OfTarget, update_model
 
 
@@ -36,11 +36,11 @@ def move_weights(
     pruner: Pruner,
     update: Update,
     tokens: Tensor,
-    moved: MovedWeights,
+    updated: UpdatedWeights,
     batch_size: int,
     hidden_states: Place = "auto",
 ) -> None:
-    """Move the weights that stay by an update, block by block; those of blocks in `moved` are
+    """Move the weights that stay by an update, block by block; those of blocks in `updated` are
     there. A collective call.
 
     Args:
@@ -56,7 +56,7 @@ def move_weights(
         pruner.targets,
         tokens,
         update,
-        moved,
+        updated,
         mask_of=mask_of,
         counts_of=counts_to_search(pruner, update, mask_of),
         pattern=recipe.n_of_m,

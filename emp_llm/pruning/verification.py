@@ -18,7 +18,7 @@ from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.checkpoint.files import PIECE, FileReader, file_hash
 from emp_llm.checkpoint.headers import StoredTensor, header_text
 from emp_llm.checkpoint.matrices import Words, as_tensor
-from emp_llm.common.errors import UserError, count_of, shortened_list
+from emp_llm.common.errors import UserError, count_of, shorten_list
 from emp_llm.common.paths import OTHER_WEIGHTS, REPORT_NAME
 from emp_llm.common.progress import progress_bar
 from emp_llm.models.architecture import Architecture, Target
@@ -138,7 +138,7 @@ def check_config(source: Path, saved: Path, trust_remote_code: bool, findings: F
     ]
     if changed:
         findings.differences.append(
-            f"config.json: its values are not the source's: {shortened_list(changed)}."
+            f"config.json: its values are not the source's: {shorten_list(changed)}."
         )
 
 

@@ -50,14 +50,14 @@ from emp_llm.options.criterion import source_file
 from emp_llm.options.recipe import Own, Recipe
 from emp_llm.pruning.masks import Chunk, Pruner, outcome_of, whole_of
 from emp_llm.pruning.outcome import Outcome, Outcomes, no_figures, put_figures
-from emp_llm.pruning.scores import signed
+from emp_llm.pruning.scores import sign
 from emp_llm.records.base import read_record
 from emp_llm.records.manifest import FileEntry, Manifest, ManifestSource, NormsRecord
 from emp_llm.records.run_report import RunReport, read_report
 from emp_llm.selection.rule import RowFigures
 
 if TYPE_CHECKING:
-    from emp_llm.walk.moved import MovedWeights
+    from emp_llm.walk.moved import UpdatedWeights
 
 logger = logging.getLogger(__name__)
 EVALUATION_FOLDER = f"{EXTRAS}/evaluation"  # measurements of an unfinished evaluation
@@ -83,7 +83,7 @@ def write_checkpoint(
     pruner: Pruner,
     folder: Path,
     output: OutputFolder | None = None,
-    moved: "MovedWeights | None" = None,
+    updated: "UpdatedWeights | None" = None,
 ) -> Written:
     """Write the shards and side files of a pruned checkpoint. Everything is on disk on return.
 
@@ -91,7 +91,7 @@ def write_checkpoint(
         pruner: decides the masks, and how many weights stay.
         folder: exists; empty, or with the files of an interrupted run.
         output: notes the finished shards; None: nothing is noted.
-        moved: rows whose kept weights moved; None if none did.
+        updated: rows whose kept weights moved; None if none did.
 
     Raises:
         UserError: a target holds NaN or infinity; a file cannot be read, or changes during the
@@ -109,7 +109,7 @@ def write_checkpoint(
         once = pruner.counts.group == "row" and not pruner.scores.recipe.needs_activations
         with FilePool(sources, once) as files, progress_bar(total, "prune", "B") as bar:
             write = _write_together if pruner.counts.group == "all" else _write_shards
-            outcomes, whole, hashes = write(pruner, folder, files, bar, output, moved)
+            outcomes, whole, hashes = write(pruner, folder, files, bar, output, updated)
         read = known or {shard.name: digest.finish() for shard, digest in sources.items()}
         checkpoint.check_unchanged()
     except ReadError:
@@ -130,7 +130,7 @@ def _write_shards(
     files: FilePool,
     bar: Bar,
     output: OutputFolder | None,
-    moved: "MovedWeights | None",
+    updated: "UpdatedWeights | None",
 ) -> tuple[dict[str, Outcome], tuple[float, float] | None, dict[str, str]]:
     """Write shard by shard, in the order of the bytes, after those that an earlier run finished."""
     outcomes: dict[str, Outcome] = {}
@@ -160,7 +160,7 @@ def _write_shards(
                 if target is not None:
                     selector = pruner.cut([target], files)
                     statistics.append(
-                        file.put_rows(target, pruner.pruned(target, files, selector, moved))
+                        file.put_rows(target, pruner.pruned(target, files, selector, updated))
                     )
                     outcomes[target.name] = outcome_of(
                         target, statistics[-1], pruner.counts, selector
@@ -181,7 +181,7 @@ def _write_together(
     files: FilePool,
     bar: Bar,
     output: OutputFolder | None,
-    moved: "MovedWeights | None",
+    updated: "UpdatedWeights | None",
 ) -> tuple[dict[str, Outcome], tuple[float, float] | None, dict[str, str]]:
     """Write the targets of all shards in their order, as one group: of equal scores, the first
     in this order are kept.
@@ -196,7 +196,7 @@ def _write_together(
     for target in pruner.targets:
         shard = target.matrix.stored.shard
         with _ShardFile(folder / shard.name, digests[shard], bar) as file:
-            statistics = file.put_rows(target, pruner.pruned(target, files, selector, moved))
+            statistics = file.put_rows(target, pruner.pruned(target, files, selector, updated))
         outcomes[target.name] = outcome_of(target, statistics, pruner.counts, selector)
     for shard in digests:
         sync_path(folder / shard.name)
@@ -308,7 +308,7 @@ def run_signature(
     return {
         "emp-llm": versions().get("emp-llm", "unknown"),
         "source": {"files": checkpoint.states, "config": config_digest(checkpoint.folder)},
-        "recipe": signed(recipe),
+        "recipe": sign(recipe),
         "activations": activations,
     }
 

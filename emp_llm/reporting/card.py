@@ -177,8 +177,8 @@ def _summary(report: RunReport) -> str:
     """How the model was made, in sentences that begin with the dense model."""
     recipe = report.recipe
     healing = report.healing
-    moved = recipe.moves or report.trained
-    how = "pruned after training" if moved else "pruned after training, without retraining,"
+    updated = recipe.moves or report.trained
+    how = "pruned after training" if updated else "pruned after training, without retraining,"
     text = f"{how} by {recipe.but(heal=None).words}."
     if healing is not None:
         texts = [] if healing.origin is None else [each.name for each in healing.origin.all_texts]
@@ -199,7 +199,7 @@ def _check(report: RunReport) -> str:
     check = report.check
     if check is None:
         return ""
-    dense, pruned, change, tokens = run_tables.checked_words(check)
+    dense, pruned, change, tokens = run_tables.describe_check(check)
     text = "held-out text" if check.text is None else f"text of {check.text} that was held out"
     perplexities = f"{dense} of the base model, {pruned} of this one ({change})"
     return f"Perplexity on {text}, {tokens}: {perplexities}."
@@ -211,11 +211,11 @@ def _same(report: RunReport) -> str:
         return (
             "Its other weights may differ from those of the base model, because they were trained."
         )
-    moved = []
+    updated = []
     fitted = sum(fit.error_after is not None for fit in report.fits.values())
     if fitted:
         matrices = count_of(fitted, "matrix", "matrices")
-        moved.append(f"The kept weights of {matrices} were fitted to the calibration text.")
+        updated.append(f"The kept weights of {matrices} were fitted to the calibration text.")
     healing = report.healing
     if healing is not None and healing.best and report.recipe.heal is not None:
         trained = (
@@ -223,9 +223,9 @@ def _same(report: RunReport) -> str:
             if report.recipe.heal.weights == "targets"
             else "all linear layers in the blocks, and their norms,"
         )
-        moved.append(f"The kept weights of {trained} were trained by the healing.")
-    others = "other" if moved or report.structure is None else "kept"
-    return " ".join([*moved, f"All {others} weights are those of the base model."])
+        updated.append(f"The kept weights of {trained} were trained by the healing.")
+    others = "other" if updated or report.structure is None else "kept"
+    return " ".join([*updated, f"All {others} weights are those of the base model."])
 
 
 def _to_verify(report: RunReport, manifest: Manifest | None, files: Collection[str]) -> str:

@@ -31,7 +31,7 @@ from emp_llm.common.errors import (
     format_bytes,
     quotable,
     reason,
-    shortened_list,
+    shorten_list,
 )
 from emp_llm.common.paths import (
     ACTIVATIONS_NAME,
@@ -49,7 +49,7 @@ from emp_llm.common.tables import (
     table,
 )
 from emp_llm.evaluation.results import complete_results
-from emp_llm.hub.client import hub_errors_explained, with_retries
+from emp_llm.hub.client import explain_hub_errors, with_retries
 from emp_llm.pruning.verification import Findings, check_files
 from emp_llm.pruning.writing import read_manifest
 from emp_llm.records.base import FileRecord, Part, converted
@@ -201,7 +201,7 @@ def check_login(to: Destination) -> None:
     Raises:
         UserError: there is no valid token with write access, or the Hub cannot be reached.
     """
-    with hub_errors_explained(to.name):
+    with explain_hub_errors(to.name):
         user = with_retries(HfApi().whoami)
     if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
         raise UserError(
@@ -277,7 +277,7 @@ def push_checkpoint(
         if is_hidden(Path(name)) or Path(name).suffix in pickles or name == str(CRITERION_NAME)
     ]
     if kept_back:
-        shown = shortened_list([quotable(name) for name in kept_back])
+        shown = shorten_list([quotable(name) for name in kept_back])
         logger.warning(
             "warning: not pushed: %s; hidden files, pickles, weights of other formats and the "
             "source of a criterion stay here.",
@@ -367,7 +367,7 @@ def push_checkpoint(
         files[CARD_NAME] = card
         message = f"{shown_name(report.source.model)} pruned by {report.recipe.method} with emp-llm"
         message += ", and trained since" if report.trained else ""
-        with hub_errors_explained(to.name):
+        with explain_hub_errors(to.name):
             commit = with_retries(lambda: _commit(files, to, message))
     return Pushed(folder, to.url, sizes, commit, text or None)
 

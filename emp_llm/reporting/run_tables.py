@@ -281,13 +281,13 @@ def check_lines(report: RunReport) -> list[str]:
     """
     if report.check is None:
         return [] if report.unchecked is None else [f"damage not measured: {report.unchecked}"]
-    dense, pruned, change, tokens = checked_words(report.check)
+    dense, pruned, change, tokens = describe_check(report.check)
     line = f"held-out text, {tokens}: perplexity {dense} to {pruned} ({change})"
     values = report.check.dense.value, report.check.pruned.value
     return [line, *([] if report.loss else advice(report.recipe, *values))]
 
 
-def checked_words(check: CheckRecord) -> tuple[str, str, str, str]:
+def describe_check(check: CheckRecord) -> tuple[str, str, str, str]:
     """The perplexities of the dense and the pruned model on held-out text, the change, and the
     extent of the text.
     """
@@ -319,15 +319,15 @@ def loss_rows(loss: LossRecord, of_units: bool) -> Rows:
     cells: dict[float, dict[bool, str]] = defaultdict(dict)
     for point in loss.points:
         cells[point.sparsity][point.whole_run] = point.rise_text
-    moved = any(point.whole_run for point in loss.points)
+    updated = any(point.whole_run for point in loss.points)
     alone = any(not point.whole_run for point in loss.points)
     rows: Rows = [["removed"]]
     rows[0] += ["masks alone"] * alone
-    rows[0] += ["rise" if of_units else "weights moved"] * moved
+    rows[0] += ["rise" if of_units else "weights moved"] * updated
     for sparsity, texts in sorted(cells.items()):
         row = [f"{100 * sparsity:.1f} %"]
         row += [texts.get(False, "")] * alone
-        row += [texts.get(True, "")] * moved
+        row += [texts.get(True, "")] * updated
         rows.append(row)
     return rows
 

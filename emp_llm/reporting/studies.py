@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
 from emp_llm.checkpoint.files import read_json
-from emp_llm.common.errors import UserError, printable, shortened_list
+from emp_llm.common.errors import UserError, printable, shorten_list
 from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME, shown_name
 from emp_llm.evaluation.comparison import Value, change_of, in_percent, values_of
 from emp_llm.evaluation.results import results_of_report
@@ -391,7 +391,7 @@ def studies(points: Iterable[Point], against: str | None = None) -> list[Study]:
     if against is not None and against not in names:
         raise UserError(
             f"--against {against}: no point is of this method or name; there are "
-            f"{shortened_list(list(names), 6)}."
+            f"{shorten_list(list(names), 6)}."
         )
     models: dict[str, list[Point]] = {}
     for point in points:

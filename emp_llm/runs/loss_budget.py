@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from emp_llm.calibration.activations import Activations
-from emp_llm.calibration.given_norms import given_norms
+from emp_llm.calibration.given_norms import read_given_norms
 from emp_llm.checkpoint.files import (
     explain_disk_error,
     how_to_resume,
@@ -35,7 +35,7 @@ from emp_llm.checkpoint.files import (
     remove,
     write_own,
 )
-from emp_llm.checkpoint.locks import locked
+from emp_llm.checkpoint.locks import lock
 from emp_llm.checkpoint.output import (
     CALIBRATION_FILES,
     bytes_on_disk,
@@ -63,7 +63,7 @@ from emp_llm.runs.prune_run import (
     PruneRun,
     find_inputs,
     make_run,
-    output_of,
+    open_output,
     planned_healing,
     work_bytes,
 )
@@ -141,7 +141,7 @@ def prune_to_loss(
     inputs = find_inputs(recipe, options, given)
     path = inputs.path
     work = path.with_name(f".{path.name}.loss")
-    with locked(work, f"--output {path}"):
+    with lock(work, f"--output {path}"):
         try:
             search = _Search(_find(inputs, work), given, budget, work, prune)
             if recipe.structure is not None:
@@ -254,7 +254,7 @@ def next_point(
     return min(between, key=lambda untried: abs(untried - wanted))
 
 
-def walked(
+def walk_curve(
     sparsities: Sequence[float],
     budget: float,
     rise_at: Callable[[float], float],
@@ -309,12 +309,12 @@ def _within_budgets(
     entries = []
     for budget in sorted(budgets, key=lambda budget: budget.nats):
         known = {sparsity: point.most for sparsity, point in points.items()}
-        rises = walked(sparsities_of(recipe), budget.nats, rise_at, known)
+        rises = walk_curve(sparsities_of(recipe), budget.nats, rise_at, known)
         good = [sparsity for sparsity, rise in rises.items() if rise <= budget.nats]
         entry = LossEntry(flag=budget.flag, budget=budget.nats)
         if good:
             taken = max(good)
-            sizes = sizes_record(outcomes[taken], checkpoint, moved=False)
+            sizes = sizes_record(outcomes[taken], checkpoint, updated=False)
             entry.point = points[taken]
             entry.parameters = checkpoint.parameters - sum(
                 outcome.zeros for outcome in outcomes[taken].of_targets
@@ -403,7 +403,7 @@ class _Search:
         run = self.run
         options = run.options
         if options.activations is not None:
-            return given_norms(options, self._masks, self.given)
+            return read_given_norms(options, self._masks, self.given)
         if run.recipe.structure is not None:  # each run collects its own
             return None
         file = self.work / "activations.safetensors"
@@ -430,7 +430,7 @@ class _Search:
         """The largest sparsity whose masks keep to a rise; None if even the least goes beyond."""
         with stage("loss"):
             sparsities = sparsities_of(self.run.recipe)
-            rises = walked(sparsities, nats, lambda sparsity: self._masked(sparsity).most)
+            rises = walk_curve(sparsities, nats, lambda sparsity: self._masked(sparsity).most)
         return max((sparsity for sparsity, rise in rises.items() if rise <= nats), default=None)
 
     def _nothing(self) -> UserError:
@@ -497,7 +497,7 @@ class _Search:
         if structure is not None and structure.units == "layers":
             layers = len({target.layer.block for target in self.run.targets} - {None})
             sparsities = [number / layers for number in range(1, layers)]
-        walked(sparsities, self.budget.nats, lambda sparsity: self._try(sparsity).most)
+        walk_curve(sparsities, self.budget.nats, lambda sparsity: self._try(sparsity).most)
         return self._put()
 
     def _try(self, sparsity: float) -> LossPoint:
@@ -529,10 +529,10 @@ class _Search:
             except NothingRemovedError as error:
                 raise self._nothing() from error
         report = read_report(folder)
-        report.loss = self._judged(best.sparsity).record
+        report.loss = self._search_at(best.sparsity).record
         report.save(folder / REPORT_NAME)
         checkpoint = self.run.checkpoint
-        with output_of(self.run.inputs, checkpoint, -checkpoint.output_bytes) as out:
+        with open_output(self.run.inputs, checkpoint, -checkpoint.output_bytes) as out:
             out.begin(self._state.signature)
             out.files.rmdir()
             os.replace(folder, out.files)  # the disk need not hold it twice
@@ -545,10 +545,10 @@ class _Search:
     def _pruned(self, sparsity: float, path: Path, overwrite: bool) -> RunReport:
         """A whole run at a sparsity."""
         run = self.run
-        judged = self._judged(sparsity)
+        search = self._search_at(sparsity)
         run.models.free()
         options = replace(run.options, loss=None, output=path, overwrite=overwrite)
-        return self.prune(run.recipe.at(sparsity), options, self.given, judged)
+        return self.prune(run.recipe.at(sparsity), options, self.given, search)
 
     def _whole(self, sparsity: float) -> LossPoint:
         """The point of a whole run."""
@@ -564,7 +564,7 @@ class _Search:
         models.free()
         return self._curve.point(record, sparsity, whole=True)
 
-    def _judged(self, sparsity: float) -> LossSearch:
+    def _search_at(self, sparsity: float) -> LossSearch:
         """What the run at a sparsity needs."""
         record = LossRecord(
             flag=self.budget.flag,

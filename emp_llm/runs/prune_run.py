@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
+from emp_llm.calibration.given_norms import read_given_norms, warn_if_foreign
 from emp_llm.calibration.texts import calibration_corpora, self_notes
 from emp_llm.checkpoint.agreement import check_agreement
 from emp_llm.checkpoint.checkpoint import Checkpoint
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from emp_llm.evaluation.evaluate import PreparedSuite
     from emp_llm.evaluation.suites import Suite
     from emp_llm.records.evaluation import Measures, PerplexityRecord
-    from emp_llm.walk.moved import MovedWeights
+    from emp_llm.walk.moved import UpdatedWeights
 logger = logging.getLogger(__name__)
 _A_BYTE = 1.5e-9  # seconds, to read it, decide a mask and write it
 _LEAST = 6  # held-out sequences, to decide and to judge
@@ -108,7 +108,7 @@ class Inputs:
         given: the names of the options that the user gave.
         source: the dense model.
         norms: of a file, or of a search by --loss; None: the run collects them, or needs none.
-        judged: of a run whose sparsity --loss has found; else None.
+        search: of a run whose sparsity --loss has found; else None.
         suite: to evaluate both models with; None: no evaluation.
     """
 
@@ -117,7 +117,7 @@ class Inputs:
     given: GivenOptions
     source: LocalModel
     norms: "Activations | None"
-    judged: LossSearch | None
+    search: LossSearch | None
     suite: "Suite | None"
 
     @property
@@ -153,7 +153,7 @@ class Inputs:
 
 
 def find_inputs(
-    recipe: Recipe, options: PruneOptions, given: GivenOptions, judged: LossSearch | None = None
+    recipe: Recipe, options: PruneOptions, given: GivenOptions, search: LossSearch | None = None
 ) -> Inputs:
     """What checked options name.
 
@@ -163,11 +163,11 @@ def find_inputs(
     if options.device_map != "auto":
         parse_device_map(options.device_map)
     norms = None
-    if judged is not None:
-        norms = judged.norms
+    if search is not None:
+        norms = search.norms
     elif options.loss is None and not recipe.sums_units:
         checks = options.check and options.evaluate is None
-        norms = given_norms(options, recipe, given, checks=checks)
+        norms = read_given_norms(options, recipe, given, checks=checks)
     suite = None
     if options.evaluate is not None:
         from emp_llm.evaluation.suites import find_suite
@@ -177,7 +177,7 @@ def find_inputs(
     source = find_model(options.model, options.revision, trust, headers_suffice=options.dry_run)
     if recipe.heal is not None:
         check_tracker(options.report_to)
-    return Inputs(recipe, options, given, source, norms, judged, suite)
+    return Inputs(recipe, options, given, source, norms, search, suite)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,13 +223,13 @@ def make_run(
         recipe = recipe.but(heal=in_steps(recipe.heal, corpora))
         check_trains(samples_of(corpora), corpora[0].seqlen or 0)
     text = deciding = suite = baseline = None
-    held_out = None if inputs.judged is None else inputs.judged.tokens
+    held_out = None if inputs.search is None else inputs.search.tokens
     signature: dict[str, Any] = {}
     if not options.dry_run:
-        if inputs.judged is None:
+        if inputs.search is None:
             check_wanted(options, inputs.given, inputs.reads_text)
         made_of = made_of or {}
-        output = partial(output_of, inputs, checkpoint)
+        output = partial(open_output, inputs, checkpoint)
         if recipe.heal is not None and recipe.heal.minutes is not None:
             made_of |= {"minutes": recipe.heal.minutes}
             left = ranks().first(lambda: _pending(inputs.path) or output().left)
@@ -241,7 +241,7 @@ def make_run(
                 work.check_leftover(run_signature(checkpoint, recipe, None))
         if inputs.reads_text:
             text, deciding, judges = _read_text(inputs, recipe, chosen, models, quantization)
-            held_out = judges if inputs.judged is None else held_out
+            held_out = judges if inputs.search is None else held_out
         if inputs.suite is not None:
             suite, baseline = _read_suite(inputs, inputs.suite)
         made_of |= _sign(inputs, text, deciding, quantization)
@@ -292,7 +292,7 @@ def _read_text(
         options.propagate,
         quantization,
         # A run that --loss has begun trains on none of the sequences by which it chose.
-        held_out=CHECKED if not decides and inputs.judged is None else CHOOSING,
+        held_out=CHECKED if not decides and inputs.search is None else CHOOSING,
         training=0 if recipe.heal is None else sequences_for(recipe.heal.steps),
     )
     if not decides:
@@ -353,7 +353,7 @@ def awaits_evaluation(run: PruneRun) -> bool:
     return bool(_pending(run.path) == json.loads(json.dumps(run.signature)))
 
 
-def output_of(inputs: Inputs, checkpoint: Checkpoint, more: int = 0) -> OutputFolder:
+def open_output(inputs: Inputs, checkpoint: Checkpoint, more: int = 0) -> OutputFolder:
     """The output.
 
     Args:
@@ -380,7 +380,7 @@ def plan_of(run: PruneRun) -> DryRun:
     update = run.recipe.update
     heal = run.recipe.heal
     units = run.recipe.structure is not None
-    output_of(inputs, checkpoint)  # is only checked
+    open_output(inputs, checkpoint)  # is only checked
     fits = update is not None and not units
     corpora = _corpora(options, checkpoint.config)
     needs = None
@@ -479,7 +479,7 @@ def begin(run: PruneRun, out: OutputFolder) -> HealingPlan | None:
         from emp_llm.calibration.data import keep_generated
 
         keep_generated(out.files / SELF_NAME, run.text)
-    if inputs.judged and inputs.norms is not None and run.options.activations is None:
+    if inputs.search and inputs.norms is not None and run.options.activations is None:
         _keep_norms(run, out, inputs.norms)  # what decided the masks lies beside them
     return plan
 
@@ -515,33 +515,33 @@ def _keep_norms(run: PruneRun, out: OutputFolder, norms: "Activations") -> None:
     out.keep("calibrated", file, run.stopwatch)
 
 
-def moved_weights(
+def update_weights(
     run: PruneRun,
     out: OutputFolder,
     name: str,
     update: Callable[..., None],
     targets: Sequence[Target],
-) -> "MovedWeights":
+) -> "UpdatedWeights":
     """The weights that an update moves, or those of an interrupted run, in the work folder. A
     collective call.
 
     Args:
         name: of the update.
-        update: puts the blocks that are not finished into `moved`, given the dense model.
+        update: puts the blocks that are not finished into `updated`, given the dense model.
         targets: that it moves.
     """
-    from emp_llm.walk.moved import MovedWeights
+    from emp_llm.walk.moved import UpdatedWeights
 
     with stage(name):
-        moved = MovedWeights(out.fitted, lambda block: out.note(fitted=block))
-        finished = out.has("refitted", moved.record, run.stopwatch)
-        if finished and ranks().first(lambda: moved.are_intact(targets)):
-            return moved
+        updated = UpdatedWeights(out.fitted, lambda block: out.note(fitted=block))
+        finished = out.has("refitted", updated.record, run.stopwatch)
+        if finished and ranks().first(lambda: updated.are_intact(targets)):
+            return updated
         dense = dense_model(run, by_blocks=True)
         with run.stopwatch(name):
-            update(dense, moved=moved)
-        out.keep("refitted", moved.record, run.stopwatch)
-    return moved
+            update(dense, updated=updated)
+        out.keep("refitted", updated.record, run.stopwatch)
+    return updated
 
 
 def finish(
@@ -581,8 +581,8 @@ def finish(
         report.calibration = fit_origin(run.data, run.options.batch_size, run.origin)
     report.dtype = run.options.dtype
     report.device_map = run.options.device_map
-    judged = run.inputs.judged
-    report.loss = None if judged is None else judged.record
+    search = run.inputs.search
+    report.loss = None if search is None else search.record
     report.stages = stage_records(run.stopwatch.record)
     if ranks().main:
         identity = report.source.identity or ""
@@ -598,7 +598,7 @@ def finish(
     return report
 
 
-def evaluated(run: PruneRun, report: RunReport) -> RunReport:
+def evaluate(run: PruneRun, report: RunReport) -> RunReport:
     """The report of the finished checkpoint with the results of both models, if they are asked
     for.
     """
@@ -672,7 +672,7 @@ def prune_weights(run: PruneRun, scores: Scores) -> RunReport:
     update = run.recipe.update
     if awaits_evaluation(run):
         return read_report(run.path)
-    with output_of(inputs, run.checkpoint, work_bytes(run)) as out:
+    with open_output(inputs, run.checkpoint, work_bytes(run)) as out:
         healing = begin(run, out)
 
         # Norms of the inputs. With pruned propagation, the masks of a block are decided before the
@@ -689,12 +689,12 @@ def prune_weights(run: PruneRun, scores: Scores) -> RunReport:
         # How many weights of each group stay, which ones, and their values.
         share = run.recipe.by_cost
         if share is not None:
-            removed = _removed_by_cost(run, share.sparsity, norms, out)
+            removed = _remove_by_cost(run, share.sparsity, norms, out)
             recipe = run.recipe.but(counts=replace(share, shares=ByCost(removed)))
             scores = Scores(run.checkpoint, run.targets, recipe, scores.inputs)
         number = counts_of(scores) if propagated is None else propagated.counts
         pruner = Pruner(scores, number, options.mask_device)
-        moved = None
+        updated = None
         if update is not None:
             from emp_llm.pruning.updates import move_weights
 
@@ -706,21 +706,21 @@ def prune_weights(run: PruneRun, scores: Scores) -> RunReport:
                 batch_size=options.batch_size,
                 hidden_states=options.hidden_states,
             )
-            moved = moved_weights(run, out, update.name, move, run.targets)
+            updated = update_weights(run, out, update.name, move, run.targets)
         dense = check(run, run.source.folder)
         if run.suite is None:
             run.models.free()  # the dense model is no longer needed
 
         # The first rank writes. Healing trains what was written.
-        report, hashes = ranks().first(partial(_write, run, pruner, moved, out))
+        report, hashes = ranks().first(partial(_write, run, pruner, updated, out))
         return finish(run, out, report, hashes, norms, dense, healing)
 
 
-def _removed_by_cost(
+def _remove_by_cost(
     run: PruneRun, sparsity: float, norms: "Activations | None", out: OutputFolder
 ) -> dict[str, int]:
     """How many weights each target loses, measured now or by an interrupted run."""
-    from emp_llm.runs.trials import LossCurve, removed_by_cost
+    from emp_llm.runs.trials import LossCurve, remove_by_cost
 
     removed = out.get("shares", dict[str, int])
     sizes = {target.name: target.matrix.numel for target in run.targets}
@@ -733,20 +733,24 @@ def _removed_by_cost(
         with stage("shares"), run.stopwatch("shares"):
             device = run.options.mask_device
             curve = LossCurve(run, run.deciding, device, out.work / "curve")
-            removed = removed_by_cost(sparsity, curve, run.targets, norms)
+            removed = remove_by_cost(sparsity, curve, run.targets, norms)
         out.note(shares=removed)
     return removed
 
 
 def _write(
-    run: PruneRun, pruner: Pruner, moved: "MovedWeights | None", out: OutputFolder
+    run: PruneRun, pruner: Pruner, updated: "UpdatedWeights | None", out: OutputFolder
 ) -> tuple[RunReport, dict[str, str]]:
     """Write the shards and side files; the report so far, and the hash of each shard."""
     with stage("prune"), run.stopwatch("prune"):
-        written = write_checkpoint(pruner, out.files, out, moved)
+        written = write_checkpoint(pruner, out.files, out, updated)
         starving = starving_rows(pruner, written.outcomes)
     report = report_of(
-        run.source.as_source(written.identity), pruner, written.outcomes, run.chosen.coverage, moved
+        run.source.as_source(written.identity),
+        pruner,
+        written.outcomes,
+        run.chosen.coverage,
+        updated,
     )
     if starving is not None:
         report.warnings.insert(0, starving)

@@ -30,7 +30,7 @@ from emp_llm.models.placement import Quantization
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.chosen import Chosen
-from emp_llm.pruning.scores import recorded, signed
+from emp_llm.pruning.scores import as_recorded, sign
 from emp_llm.pruning.writing import (
     criterion_source,
     keep_criterion,
@@ -162,14 +162,14 @@ def calibrate(
         resume: folder for the progress, if it is to be kept. The caller deletes it.
         masker: of a pruned propagation; None: dense.
     """
-    from emp_llm.calibration.passes import calibrated
+    from emp_llm.calibration.passes import collect_norms
 
     options = run.options
-    pruned_by = None if masker is None else recorded(run.recipe)
+    pruned_by = None if masker is None else as_recorded(run.recipe)
     about = msgspec.structs.replace(run.origin, pruned_by=pruned_by)
     dense = dense_model(run, by_blocks=masker is not None)
     with run.stopwatch("calibrate"):
-        norms = calibrated(
+        norms = collect_norms(
             dense,
             run.data,
             layers,
@@ -211,10 +211,10 @@ def check(run: Run, folder: Path) -> "PerplexityRecord | None":
     """
     if run.held_out is None:
         return None
-    from emp_llm.evaluation.perplexity import held_out_perplexity
+    from emp_llm.evaluation.perplexity import measure_held_out
 
     with run.stopwatch("check"):
-        return held_out_perplexity(
+        return measure_held_out(
             lambda: model_in(run, folder, run.by_blocks), run.checkpoint.config, run.held_out
         )
 
@@ -314,7 +314,7 @@ def count_steps(
             kept = recipe.but(heal=replace(heal, steps=steps, minutes=None))
             work["seqlen"] = (work.get("texts") or [work["text"]])[0].get("seqlen")
             same = {
-                "recipe": signed(kept),
+                "recipe": sign(kept),
                 "seqlen": length,
                 "dtype": models.dtype,
                 "device_map": models.device_map,

@@ -16,12 +16,12 @@ from pathlib import Path
 import msgspec
 
 from emp_llm.checkpoint.files import explain_disk_error, own_line, remove, sync_path, write_bytes
-from emp_llm.checkpoint.locks import locked
+from emp_llm.checkpoint.locks import lock
 from emp_llm.checkpoint.output import CALIBRATION_FILES, check_apart, check_own, describe_difference
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import SELF_NAME, SWEEP_NAME
 from emp_llm.options.sweep import SweepPoint
-from emp_llm.pruning.scores import recorded
+from emp_llm.pruning.scores import as_recorded
 from emp_llm.records.run_report import PointRecord
 from emp_llm.records.sweep import Sweep, SweptPoint, read_sweep
 
@@ -38,7 +38,7 @@ _OWN = (
 
 def point_record(point: SweepPoint) -> PointRecord:
     """A point as a report records it."""
-    recipe = recorded(point.recipe)
+    recipe = as_recorded(point.recipe)
     return PointRecord(name=point.name, recipe=recipe, baseline_of=point.baseline_of)
 
 
@@ -53,7 +53,7 @@ class SweepFolder:
     larger sweep extends it.
 
     Args:
-        path: the folder; created by `locked` if missing.
+        path: the folder; created by `lock` if missing.
         source: the folder of the dense model; never touched.
 
     Attributes:
@@ -84,7 +84,7 @@ class SweepFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the folder for one run."""
-        with locked(self._file, f"--output {self.path}"):
+        with lock(self._file, f"--output {self.path}"):
             check_own(self.points, ("*",))
             check_own(self.calibration, CALIBRATION_FILES)
             check_own(self.scratch, ("*",))

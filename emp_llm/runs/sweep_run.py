@@ -11,7 +11,7 @@ import msgspec
 
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.data import calibration_data, keep_generated
-from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
+from emp_llm.calibration.given_norms import read_given_norms, warn_if_foreign
 from emp_llm.calibration.passes import calibration_signature, fit_origin
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.declared import as_tree
@@ -32,11 +32,11 @@ from emp_llm.options.model import LoadingOptions, ModelOptions
 from emp_llm.options.recipe import Given, Match, Own, Recipe
 from emp_llm.options.sweep import SweepOptions, SweepPoint
 from emp_llm.pruning.chosen import scores_of, targets_of_folder
-from emp_llm.pruning.counts import Numbers, counts_of, matched
+from emp_llm.pruning.counts import Numbers, counts_of, match
 from emp_llm.pruning.masks import Pruner, check_device
 from emp_llm.pruning.outcome import ALL_KEPT, masks_digest
 from emp_llm.pruning.report import report_of
-from emp_llm.pruning.scores import own_sources, recorded
+from emp_llm.pruning.scores import as_recorded, own_sources
 from emp_llm.pruning.updates import move_weights
 from emp_llm.pruning.writing import run_signature, write_checkpoint
 from emp_llm.records.evaluation import Measures
@@ -45,7 +45,7 @@ from emp_llm.records.sweep import Sweep, SweepMadeBy, SweptPoint
 from emp_llm.runs.run import Run, dense_model, norms_in, write_records
 from emp_llm.runs.sweep_folder import SweepFolder, finished, point_record
 from emp_llm.runs.trials import try_masks
-from emp_llm.walk.moved import MovedWeights
+from emp_llm.walk.moved import UpdatedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class SweepRun(Run):
                 f"{moving.update_flag} fits weights to the calibration text, and --activations "
                 "holds only its norms. Name the text with --calibration."
             )
-        norms = given_norms(text_options, leading, given)
+        norms = read_given_norms(text_options, leading, given)
         trust = model.trust_remote_code
         source = find_model(model.model, model.revision, trust, headers_suffice=options.dry_run)
         chosen = targets_of_folder(
@@ -223,7 +223,7 @@ def _begin(run: SweepRun, shared: RecipeWords) -> None:
     for recipe in run.recipes.values():
         if isinstance(recipe.score, Own | Given):
             name = "criterion" if isinstance(recipe.score, Own) else "scores"
-            words[name] = as_tree(recorded(recipe).score)
+            words[name] = as_tree(as_recorded(recipe).score)
         words |= own_sources(recipe)
     made_by = SweepMadeBy(
         **msgspec.structs.asdict(dense.made_by),
@@ -258,9 +258,9 @@ def _measure_point(
     run, pruner = _decide(sweep, point, norms, numbers)
     norms = norms if run.recipe.needs_activations else None
     in_memory = sweep.in_memory
-    moved = _move(run, pruner)
+    updated = _move(run, pruner)
     origin = None if norms is None else norms.about
-    if origin is None and moved is not None:
+    if origin is None and updated is not None:
         origin = fit_origin(run.data, run.options.batch_size, sweep.origin)
     with ExitStack() as stack:
         out = None
@@ -271,19 +271,19 @@ def _measure_point(
             made_of = None if norms is None else {"norms": norms.digest}
             out.begin(run_signature(run.checkpoint, run.recipe, made_of))
             with run.stopwatch("prune"):
-                written = write_checkpoint(pruner, out.files, out, moved)
+                written = write_checkpoint(pruner, out.files, out, updated)
         # What is written is measured in memory, if that is the same.
         if out is not None and not in_memory:
             folder = out.files
             outcomes = written.outcomes
         else:
             scratch = run.folder.scratch / "checkpoint"
-            trial = try_masks(sweep, pruner, scratch, run.stopwatch, moved)
+            trial = try_masks(sweep, pruner, scratch, run.stopwatch, updated)
             folder, outcomes = stack.enter_context(trial)
         masks = masks_digest(outcomes, run.recipe, pruner.scores.by_magnitude)
         measures = _measures(run, point, masks, folder, measured)
         report = report_of(
-            run.folder.record.source, pruner, outcomes, run.chosen.coverage, moved, origin
+            run.folder.record.source, pruner, outcomes, run.chosen.coverage, updated, origin
         )
         about = {
             "dtype": run.models.dtype,
@@ -312,7 +312,7 @@ def _decide(
         folder = str(run.folder.points / point.baseline_of)
         recipe = recipe.but(counts=replace(recipe.counts, run=folder))
         of_point = {each.point.name: each for each in run.folder.record.points}
-        recipe = matched(recipe, run.targets, of_point[point.baseline_of])
+        recipe = match(recipe, run.targets, of_point[point.baseline_of])
     scores = scores_of(run.chosen, recipe, run.checkpoint.config)
     if norms is not None and recipe.needs_activations:
         scores = scores.with_activations(norms)
@@ -321,23 +321,23 @@ def _decide(
     return replace(run, recipe=scores.recipe, path=path, stopwatch=Stopwatch()), pruner
 
 
-def _move(run: SweepRun, pruner: Pruner) -> MovedWeights | None:
+def _move(run: SweepRun, pruner: Pruner) -> UpdatedWeights | None:
     """The weights that the update of a point moves; None without one."""
     update = run.recipe.update
     if update is None:
         return None
-    moved = MovedWeights(run.folder.scratch / "moved")
+    updated = UpdatedWeights(run.folder.scratch / "moved")
     with stage(update.name), run.stopwatch(update.name):
         move_weights(
             dense_model(run),
             pruner,
             update,
             run.data.in_turns,
-            moved,
+            updated,
             run.options.batch_size,
             run.options.hidden_states,
         )
-    return moved
+    return updated
 
 
 def _measures(

@@ -30,7 +30,7 @@ from emp_llm.models.architecture import Target
 from emp_llm.options.model import MaskDevice
 from emp_llm.options.recipe import MOST_BY_COST, ByCost, Magnitude, Recipe, Share, Wanda
 from emp_llm.pruning.counts import Numbers, counts_of
-from emp_llm.pruning.loaded_model import pruned
+from emp_llm.pruning.loaded_model import prune_loaded
 from emp_llm.pruning.masks import Pruner
 from emp_llm.pruning.outcome import Outcomes
 from emp_llm.pruning.scores import Scores
@@ -38,7 +38,7 @@ from emp_llm.pruning.writing import write_checkpoint
 from emp_llm.records.evaluation import PerplexityRecord
 from emp_llm.records.run_report import LossPoint
 from emp_llm.runs.run import Run, dense_model
-from emp_llm.walk.moved import MovedWeights
+from emp_llm.walk.moved import UpdatedWeights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,7 +57,7 @@ def try_masks(
     pruner: Pruner,
     scratch: Path,
     stopwatch: Stopwatch,
-    moved: MovedWeights | None = None,
+    updated: UpdatedWeights | None = None,
 ) -> Iterator[tuple[Path, Outcomes]]:
     """Inside this context, the model in a folder is pruned: the dense one in memory, whose weights
     are restored, or that of a temporary checkpoint.
@@ -65,7 +65,7 @@ def try_masks(
     Args:
         scratch: folder of the temporary checkpoint.
         stopwatch: times the pruning.
-        moved: new values of the weights that stay.
+        updated: new values of the weights that stay.
 
     Returns:
         The folder, and the outcomes.
@@ -73,14 +73,14 @@ def try_masks(
     if run.in_memory:
         with ExitStack() as masked:
             with stopwatch("prune"):
-                outcomes = masked.enter_context(pruned(dense_model(run), pruner, moved))
+                outcomes = masked.enter_context(prune_loaded(dense_model(run), pruner, updated))
             yield run.source.folder, outcomes
         return
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     try:
         with stopwatch("prune"):
-            outcomes = write_checkpoint(pruner, scratch, moved=moved).outcomes
+            outcomes = write_checkpoint(pruner, scratch, updated=updated).outcomes
         yield scratch, outcomes
     finally:
         run.models.free()  # the next one has the same path
@@ -218,7 +218,7 @@ def removed_weights(targets: Sequence[Target], shares: dict[int | None, float]) 
     }
 
 
-def removed_by_cost(
+def remove_by_cost(
     sparsity: float, curve: LossCurve, targets: Sequence[Target], norms: Activations | None
 ) -> dict[str, int]:
     """How many weights each target loses, with a total sparsity of all weights."""

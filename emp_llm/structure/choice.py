@@ -169,7 +169,7 @@ def _record_of(
     return record
 
 
-def removed_by_role(records: Iterable[UnitsRecord]) -> Removed:
+def count_removed(records: Iterable[UnitsRecord]) -> Removed:
     """How many units a run has removed, of how many."""
     removed: dict[tuple[str, str], tuple[int, int]] = {}
     for record in records:

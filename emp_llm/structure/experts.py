@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from emp_llm.calibration.passes import own_batches
 from emp_llm.checkpoint.matrices import torch_dtype
-from emp_llm.common.errors import UserError, shortened_list
+from emp_llm.common.errors import UserError, shorten_list
 from emp_llm.common.machine import in_float64
 from emp_llm.common.paths import EXPERTS_NAME
 from emp_llm.common.ranks import ranks
@@ -55,7 +55,7 @@ from emp_llm.structure.units import (
 from emp_llm.update.least_squares import add_product
 from emp_llm.update.update import Update
 from emp_llm.walk.checks import MOMENT_BYTES
-from emp_llm.walk.moved import Moved, MovedWeights
+from emp_llm.walk.moved import Updated, UpdatedWeights
 from emp_llm.walk.update import (
     Block,
     Sums,
@@ -179,7 +179,7 @@ class Experts(Units):
         outside = [name for name in parameters if name not in known]
         if outside:
             raise UserError(
-                f"--structure experts: {shortened_list(outside)} belong to no decoder block, and "
+                f"--structure experts: {shorten_list(outside)} belong to no decoder block, and "
                 "have a part for each expert."
             )
         _add_further(architecture, mixtures)
@@ -306,11 +306,11 @@ class Experts(Units):
         model: PreTrainedModel,
         tokens: Tensor,
         update: Update,
-        moved: MovedWeights,
+        updated: UpdatedWeights,
         **options: Any,
     ) -> None:
         experts = {units: kept[units] for units in cls.among(kept)}
-        refit_experts(model, experts, tokens, update, moved, **options)
+        refit_experts(model, experts, tokens, update, updated, **options)
 
     def without(self, model: PreTrainedModel, kept: Indices) -> AbstractContextManager[Any]:
         return closed_router(model, self, kept)
@@ -644,7 +644,7 @@ def refit_experts(
     kept: Mapping[Experts, Indices],
     tokens: Tensor,
     update: Update,
-    moved: MovedWeights,
+    updated: UpdatedWeights,
     *,
     min_expert_tokens: int = 1,
     blocks: str | None = None,
@@ -670,7 +670,7 @@ def refit_experts(
         kept: the numbers of the experts that stay.
         tokens: the calibration text, int64, shape (samples, length).
         update: its damping.
-        moved: receives the weights; the blocks that it holds are not fitted again.
+        updated: receives the weights; the blocks that it holds are not fitted again.
         min_expert_tokens: an expert that saw fewer keeps its weights.
         blocks: name of the list of decoder blocks; None: detected.
         batch_size: sequences per forward pass.
@@ -697,21 +697,21 @@ def refit_experts(
             with ExitStack() as hooks:
                 if experts is not None:
                     hooks.enter_context(closed_router(model, experts, kept[experts]))
-                results = ranks().first(partial(moved.resumed, step.index, targets))
+                results = ranks().first(partial(updated.resumed, step.index, targets))
                 if results is not None:
                     for target in targets:
                         block.change(target, None, results[target.name].weight)
                 elif experts is not None:
-                    moved.put(step.index, _refit_block(block, experts, update, min_expert_tokens))
+                    updated.put(step.index, _refit_block(block, experts, update, min_expert_tokens))
                 for number in range(len(batches)):
                     block.pass_pruned(number)
 
 
 def _refit_block(
     block: Block, experts: Experts, update: Update, min_expert_tokens: int
-) -> dict[str, Moved]:
+) -> dict[str, Updated]:
     """Move the last matrices of a block's kept experts; returns what became of them, by name."""
-    moved = {target.name: Moved(None, FitRecord(tokens=0)) for target in block.targets}
+    updated = {target.name: Updated(None, FitRecord(tokens=0)) for target in block.targets}
     by_number = {
         _SHARED if target is experts.shared else experts.outputs.index(target): target
         for target in block.targets
@@ -730,8 +730,8 @@ def _refit_block(
             weight = block.weight(target)
             result = refitted(target, sums.get(number), weight, update, min_expert_tokens)
             block.change(target, None, result.weight)
-            moved[target.name] = result
-    return moved
+            updated[target.name] = result
+    return updated
 
 
 def _add_batch(
@@ -743,7 +743,7 @@ def _add_batch(
     batch: int,
 ) -> None:
     """Add what some experts of a block did with a batch to their sums."""
-    seen, output = _seen(block, experts, by_number.get(_SHARED), batch)
+    seen, output = _see(block, experts, by_number.get(_SHARED), batch)
     wanted = block.dense.get(batch, output.device)
     missing = (wanted.float() - output.float()).flatten(0, -2)
     squares = torch.zeros(len(missing), device=missing.device)
@@ -762,7 +762,7 @@ def _add_batch(
             sums.setdefault(of_expert.number, Sums()).add(summands)
 
 
-def _seen(
+def _see(
     block: Block, experts: Experts, shared: Target | None, batch: int
 ) -> tuple[list[Seen], Tensor]:
     """What the experts of a block did with a batch, with the one that all tokens reach if it is

@@ -44,7 +44,7 @@ from emp_llm.structure.units import (
 )
 from emp_llm.update.least_squares import symmetric
 from emp_llm.update.update import Moments, Update
-from emp_llm.walk.moved import Moved, MovedWeights
+from emp_llm.walk.moved import Updated, UpdatedWeights
 from emp_llm.walk.update import (
     Block,
     Sums,
@@ -251,15 +251,15 @@ class Layers(Units):
         model: PreTrainedModel,
         tokens: Tensor,
         update: Update,
-        moved: MovedWeights,
+        updated: UpdatedWeights,
         **options: Any,
     ) -> None:
         (layers,) = cls.among(kept)
-        refit_layers(model, layers, kept[layers], tokens, update, moved, **options)
+        refit_layers(model, layers, kept[layers], tokens, update, updated, **options)
 
     def without(self, model: PreTrainedModel, kept: Indices) -> AbstractContextManager[Any]:
         _, modules = find_blocks(model, self.name)
-        return _passed_by([modules[number] for number in self.gone(kept)])
+        return _pass_by([modules[number] for number in self.gone(kept)])
 
 
 def _dense_by_name(model: UnitModel, stays: Sequence[int]) -> Changes:
@@ -275,7 +275,7 @@ def _dense_by_name(model: UnitModel, stays: Sequence[int]) -> Changes:
 
 
 @contextmanager
-def _passed_by(blocks: Sequence[nn.Module]) -> Iterator[None]:
+def _pass_by(blocks: Sequence[nn.Module]) -> Iterator[None]:
     """Inside this context, these decoder blocks return their hidden states unchanged."""
 
     def unchanged(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -295,7 +295,7 @@ def refit_layers(
     kept: Indices,
     tokens: Tensor,
     update: Update,
-    moved: MovedWeights,
+    updated: UpdatedWeights,
     *,
     blocks: str | None = None,
     batch_size: int = 8,
@@ -313,7 +313,7 @@ def refit_layers(
         kept: the numbers of the layers that stay.
         tokens: the calibration text, int64, shape (samples, length).
         update: its damping, and the weights of the tokens.
-        moved: receives the weights; those that it holds are not fitted again.
+        updated: receives the weights; those that it holds are not fitted again.
         blocks: name of the list of decoder blocks; None: detected.
         batch_size: sequences per forward pass.
         hidden_states: where they are stored between blocks.
@@ -342,7 +342,7 @@ def refit_layers(
             step.run()
             if end is not None and step.index + 1 in stays:
                 with closing(end):
-                    end.refit(update, moved, fitting, measuring)
+                    end.refit(update, updated, fitting, measuring)
                 end = None
 
 
@@ -372,18 +372,22 @@ class _End:
             block.pass_to_end(target, number)
 
     def refit(
-        self, update: Update, moved: MovedWeights, fitting: Sequence[int], measuring: Sequence[int]
+        self,
+        update: Update,
+        updated: UpdatedWeights,
+        fitting: Sequence[int],
+        measuring: Sequence[int],
     ) -> None:
         """Fit the matrix to the hidden states of the dense model, and pass the batches of the
         smaller model through it.
         """
         index = self.block.step.index
         name = self.target.name
-        resumed = ranks().first(partial(moved.resumed, index, [self.target]))
+        resumed = ranks().first(partial(updated.resumed, index, [self.target]))
         if resumed is None:
             result = refitted(self.target, self._sums(fitting, update), self._weight, update)
             self._measure(result, self._sums(measuring, update))
-            moved.put(index, {name: result})
+            updated.put(index, {name: result})
         else:
             result = resumed[name]
         weight = self._weight if result.weight is None else result.weight
@@ -414,7 +418,7 @@ class _End:
             total.gram = symmetric(total.gram)
         return total
 
-    def _measure(self, result: Moved, sums: Sums | None) -> None:
+    def _measure(self, result: Updated, sums: Sums | None) -> None:
         """Put the errors on other tokens into the record of the matrix."""
         if sums is None or sums.gram is None or result.weight is None:
             return

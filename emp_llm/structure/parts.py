@@ -19,14 +19,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from emp_llm.checkpoint.checkpoint import SAVE_AGAIN
-from emp_llm.common.errors import RefusedError, UserError, shortened_list
+from emp_llm.common.errors import RefusedError, UserError, shorten_list
 from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.layers import Layer, Purpose, Shape
 from emp_llm.structure.scores import taylor_sums
 from emp_llm.structure.units import Changes, Cuts, Indices, Scores, Squares, UnitModel, Units
 from emp_llm.update.update import Update
-from emp_llm.walk.moved import MovedWeights
+from emp_llm.walk.moved import UpdatedWeights
 from emp_llm.walk.update import update_model
 
 
@@ -81,7 +81,7 @@ class Parts(Units):
         further = list(architecture.further_blocks)
         if further and not structure.keep_shapes:
             raise UserError(
-                f"{folder}: transformers does not load {shortened_list(further)}, which have the "
+                f"{folder}: transformers does not load {shorten_list(further)}, which have the "
                 "shapes of a decoder block. They would not fit config.json after --structure "
                 f"{structure.units}. Add --keep-shapes, or remove them first: {SAVE_AGAIN}."
             )
@@ -226,7 +226,7 @@ class Parts(Units):
         model: PreTrainedModel,
         tokens: Tensor,
         update: Update,
-        moved: MovedWeights,
+        updated: UpdatedWeights,
         **options: Any,
     ) -> None:
         unread: dict[Target, Indices] = {}
@@ -238,7 +238,7 @@ class Parts(Units):
             read[unread[target]] = False
             return read.expand(target.matrix.rows, -1)
 
-        update_model(model, list(unread), tokens, update, moved, mask_of=mask_of, **options)
+        update_model(model, list(unread), tokens, update, updated, mask_of=mask_of, **options)
 
 
 def _check_stacks(model: UnitModel, units: Sequence[Parts]) -> None:

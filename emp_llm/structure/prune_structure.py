@@ -37,7 +37,7 @@ from emp_llm.options.recipe import (
 from emp_llm.pruning.budget import Budget
 from emp_llm.pruning.chosen import Chosen
 from emp_llm.pruning.dry_run import DryRun
-from emp_llm.pruning.scores import recorded
+from emp_llm.pruning.scores import as_recorded
 from emp_llm.records.run_report import (
     CostRecord,
     RunReport,
@@ -53,12 +53,12 @@ from emp_llm.runs.prune_run import (
     calibrate_once,
     finish,
     make_run,
-    moved_weights,
-    output_of,
+    open_output,
     plan_of,
+    update_weights,
 )
 from emp_llm.runs.run import check, dense_model
-from emp_llm.structure.choice import Choice, Removed, choose_units, removed_by_role
+from emp_llm.structure.choice import Choice, Removed, choose_units, count_removed
 from emp_llm.structure.scores import unit_scores
 from emp_llm.structure.unit_model import unit_model
 from emp_llm.structure.units import Changes, Indices, Scores, UnitModel, Units
@@ -70,7 +70,7 @@ from emp_llm.structure.writing import (
     write_smaller_checkpoint,
 )
 from emp_llm.walk.checks import check_blocks_separable, update_warnings
-from emp_llm.walk.moved import MovedWeights
+from emp_llm.walk.moved import UpdatedWeights
 
 logger = logging.getLogger(__name__)
 _NEARLY = 0.9  # of the units that the rule removes
@@ -125,7 +125,7 @@ def find_units(inputs: Inputs, structure: Structure) -> tuple[PruneRun, UnitMode
     budget = Budget.of(options.parameters, options.memory)
     if budget is not None:
         made_of["budget"] = budget.flag
-    matched = _matched(recipe)
+    matched = _match(recipe)
     if matched is not None:
         made_of["matched"] = [[*role, *counts] for role, counts in matched.items()]
     for units in model.units:
@@ -144,7 +144,7 @@ def plan_units(run: PruneRun, model: UnitModel) -> DryRun:
     plan = plan_of(run)
     notes = [_units_line(model.units)]
     if ranks().main and run.recipe.name == "magnitude" and not run.source.headers_only:
-        notes += _decision_lines(_decided(run, model))
+        notes += _decision_lines(_decide(run, model))
     elif ranks().main and model.units[0].sizes_known:
         notes += _sizes_by_share(model, run.recipe)
     return replace(plan, notes=[*notes, *plan.notes])
@@ -156,7 +156,7 @@ def prune_units(run: PruneRun, model: UnitModel) -> RunReport:
     """
     if awaits_evaluation(run):
         return read_report(run.path)
-    with output_of(run.inputs, run.checkpoint) as out:
+    with open_output(run.inputs, run.checkpoint) as out:
         healing = begin(run, out)
 
         # What the scores need: sums over the text, or the norms of the inputs of last layers.
@@ -173,8 +173,8 @@ def prune_units(run: PruneRun, model: UnitModel) -> RunReport:
 
         # Which units stay, and the values of the last layers.
         with stage("choose"):
-            decision = _decided(run, model, feature)
-        moved = None
+            decision = _decide(run, model, feature)
+        updated = None
         update = decision.recipe.update
         if update is not None:
             refit = partial(
@@ -187,15 +187,15 @@ def prune_units(run: PruneRun, model: UnitModel) -> RunReport:
                 batch_size=run.options.batch_size,
                 hidden_states=run.options.hidden_states,
             )
-            moved = moved_weights(run, out, update.name, refit, decision.fitted)
+            updated = update_weights(run, out, update.name, refit, decision.fitted)
         dense = check(run, run.source.folder)
 
         # The first rank writes, and compares with the dense model. Healing trains what was written.
-        report, hashes = ranks().first(partial(_write, run, model, decision, sums, moved, out))
+        report, hashes = ranks().first(partial(_write, run, model, decision, sums, updated, out))
         return finish(run, out, report, hashes, norms, dense, healing)
 
 
-def _matched(recipe: Recipe) -> Removed | None:
+def _match(recipe: Recipe) -> Removed | None:
     """What the run that a recipe matches has removed, by its report; None if it matches none."""
     if not isinstance(recipe.counts, Match):
         return None
@@ -205,7 +205,7 @@ def _matched(recipe: Recipe) -> Removed | None:
             f"--match {recipe.counts.run}: that run removed weights, not heads or neurons. Give "
             "one with --structure."
         )
-    return removed_by_role(structure.layers.values())
+    return count_removed(structure.layers.values())
 
 
 def _sums(run: PruneRun, model: UnitModel, out: OutputFolder) -> dict[str, Tensor]:
@@ -232,7 +232,7 @@ def _sums(run: PruneRun, model: UnitModel, out: OutputFolder) -> dict[str, Tenso
     return sums
 
 
-def _decided(run: PruneRun, model: UnitModel, feature: Feature | None = None) -> Decision:
+def _decide(run: PruneRun, model: UnitModel, feature: Feature | None = None) -> Decision:
     """Which units stay.
 
     Args:
@@ -247,9 +247,7 @@ def _decided(run: PruneRun, model: UnitModel, feature: Feature | None = None) ->
     budget = Budget.of(run.options.parameters, run.options.memory)
     if budget is not None:
         recipe = _within(budget, recipe, model, scores)
-    choices, beta = choose_units(
-        model.units, scores, recipe, model.width_by_block, _matched(recipe)
-    )
+    choices, beta = choose_units(model.units, scores, recipe, model.width_by_block, _match(recipe))
     counts = recipe.counts
     if isinstance(counts, Effective) and counts.in_force is None and beta is not None:
         logger.info("sparsity %g is that of beta %.6g.", counts.sparsity, beta)
@@ -297,7 +295,7 @@ def _write(
     model: UnitModel,
     decision: Decision,
     sums: Mapping[str, Tensor],
-    moved: MovedWeights | None,
+    updated: UpdatedWeights | None,
     out: OutputFolder,
 ) -> tuple[RunReport, dict[str, str]]:
     """Write the shards and side files, and compare both models; the report so far, and the hash of
@@ -306,7 +304,7 @@ def _write(
     choices = decision.choices
     with stage("prune"):
         with run.stopwatch("prune"):
-            hashes = write_smaller_checkpoint(model, choices, decision.changes, moved, out)
+            hashes = write_smaller_checkpoint(model, choices, decision.changes, updated, out)
             tensors = {}
             for choice in choices:
                 tensors[f"{choice.units.name}.kept"] = torch.from_numpy(choice.kept)
@@ -319,19 +317,19 @@ def _write(
             warnings = model.units[0].noted(records, sums)
         compared = out.get("compared", StructureRecord)
         if compared is None:
-            _compare(run, decision, moved, out.files, record)
+            _compare(run, decision, updated, out.files, record)
             out.note(compared=record.as_dict())
         record = compared or record
-    if run.inputs.judged is None:  # else --loss has found how many go
+    if run.inputs.search is None:  # else --loss has found how many go
         warnings += _rounding(choices, decision.recipe)
-    fits = {} if moved is None else moved.records()
+    fits = {} if updated is None else updated.records()
     update = decision.recipe.update
     if update is not None:
         warnings += update_warnings(fits, decision.fitted, update)
     report = RunReport(
         source=run.source.as_source(identity_of(model.checkpoint)),
         command=command_line(),
-        recipe=recorded(decision.recipe).with_found(decision.beta),
+        recipe=as_recorded(decision.recipe).with_found(decision.beta),
         calibration=None,
         versions=versions(),
         stages={},
@@ -348,7 +346,7 @@ def _write(
 def _compare(
     run: PruneRun,
     decision: Decision,
-    moved: MovedWeights | None,
+    updated: UpdatedWeights | None,
     written: Path,
     record: StructureRecord,
 ) -> None:
@@ -362,7 +360,7 @@ def _compare(
             return
         device_map = "disk" if offloaded else options.device_map
         small = load_model(written, device_map, options.dtype, options.trust_remote_code)
-        compare_models(dense, small, decision.choices, moved, record)
+        compare_models(dense, small, decision.choices, updated, record)
 
 
 def _records(

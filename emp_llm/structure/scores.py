@@ -22,7 +22,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.common.machine import enough_memory, exact_device
 from emp_llm.common.progress import progress_bar
 from emp_llm.models.blockwise import BlockwiseModel, HiddenStates, Walk, choose_place
-from emp_llm.models.offload import execution_device, loaded_blocks
+from emp_llm.models.offload import execution_device, load_blocks
 from emp_llm.structure.units import Scores, Units, finite_sums_of_ranks
 
 BY_WEIGHTS = ("magnitude", "wanda")  # scores that read weights; all others need `Units.sums`
@@ -117,7 +117,7 @@ def taylor_sums(
                 walk.hidden.put(number, _gradient_of_loss(walk, number))
             with (
                 progress_bar(len(blocks), "backward", " blocks") as bar,
-                closing(loaded_blocks(blocks[::-1])) as loaded,
+                closing(load_blocks(blocks[::-1])) as loaded,
             ):
                 for index, _ in zip(reversed(range(len(blocks))), loaded, strict=True):
                     names = [name for name in read if name.startswith(f"{runner.path}.{index}.")]

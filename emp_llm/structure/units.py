@@ -30,7 +30,7 @@ from emp_llm.models.layers import Layer, Shape
 from emp_llm.options.recipe import Recipe, Structure
 from emp_llm.records.run_report import UnitsRecord
 from emp_llm.update.update import Update
-from emp_llm.walk.moved import MovedWeights
+from emp_llm.walk.moved import UpdatedWeights
 
 Indices = NDArray[np.int64]
 Scores = NDArray[np.float64]
@@ -318,7 +318,7 @@ class Units(ABC):
         model: PreTrainedModel,
         tokens: Tensor,
         update: Update,
-        moved: MovedWeights,
+        updated: UpdatedWeights,
         **options: Any,
     ) -> None:
         """Move the fitted matrices of all units of a model; `options` are those of `update_model`.

@@ -22,7 +22,7 @@ from emp_llm.models.architecture import Architecture, healed_tensors, within_blo
 from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.verification import Findings
 from emp_llm.records.run_report import StructureRecord
-from emp_llm.structure.choice import Choice, choose_units, removed_by_role
+from emp_llm.structure.choice import Choice, choose_units, count_removed
 from emp_llm.structure.scores import unit_scores
 from emp_llm.structure.units import UnitModel, changed_config
 from emp_llm.structure.writing import cuts_of, fitted_at
@@ -71,7 +71,7 @@ def check_units(
 
     by_rule = [msgspec.structs.replace(units, kept=units.rule) for units in record.layers.values()]
     chosen, _ = choose_units(
-        model.units, stored_scores, recipe, model.width_by_block, removed_by_role(by_rule)
+        model.units, stored_scores, recipe, model.width_by_block, count_removed(by_rule)
     )
     choices = [
         replace(choice, kept=stored[f"{choice.units.name}.kept"].numpy()) for choice in chosen

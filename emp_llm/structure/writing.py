@@ -42,7 +42,7 @@ from emp_llm.models.placement import max_context
 from emp_llm.records.run_report import StructureRecord
 from emp_llm.structure.choice import Choice
 from emp_llm.structure.units import Changes, Cuts, Indices, UnitModel, changed_config
-from emp_llm.walk.moved import MovedWeights
+from emp_llm.walk.moved import UpdatedWeights
 
 logger = logging.getLogger(__name__)
 _ALIGNMENT = 8  # of the first tensor, as in safetensors
@@ -95,7 +95,7 @@ def write_smaller_checkpoint(
     model: UnitModel,
     choices: Sequence[Choice],
     changes: Changes | None,
-    moved: MovedWeights | None,
+    updated: UpdatedWeights | None,
     out: OutputFolder,
 ) -> dict[str, str]:
     """Write shards and side files into an output, which notes the finished shards.
@@ -105,7 +105,7 @@ def write_smaller_checkpoint(
         choices: the kept units.
         changes: fields of config.json that change; None: units are set to zero, and all shapes
             stay.
-        moved: the weights of a refit.
+        updated: the weights of a refit.
 
     Returns:
         BLAKE3 of each shard.
@@ -137,7 +137,7 @@ def write_smaller_checkpoint(
                     if tensor.shard == shard and cuts.new_name(tensor.name) is not None
                 ]
                 tensors.sort(key=lambda tensor: tensor.start)
-                content = _content(shard, tensors, cuts, fitted_at(choices), moved)
+                content = _content(shard, tensors, cuts, fitted_at(choices), updated)
                 hashes[shard.name] = write_shard(shard, tensors, cuts, content, folder / shard.name)
                 out.note(shards=hashes)
             bar.update(shard.stat().st_size)
@@ -205,7 +205,7 @@ def _content(
     tensors: Sequence[StoredTensor],
     cuts: Cuts,
     fits: Mapping[str, Mapping[int | None, Target]],
-    moved: MovedWeights | None,
+    updated: UpdatedWeights | None,
 ) -> Iterator[memoryview]:
     """The bytes of the tensors of a shard, one matrix at a time. What stays whole is read from
     the file as it is written.
@@ -214,7 +214,7 @@ def _content(
         for tensor in tensors:
             stored = file.get_tensor(tensor.name)
             for expert, target in fits.get(tensor.name, {}).items():
-                weight = None if moved is None else moved.rows(target, 0, target.matrix.rows)
+                weight = None if updated is None else updated.rows(target, 0, target.matrix.rows)
                 if weight is not None:
                     matrix = stored if expert is None else stored[expert]
                     matrix.copy_(weight.T if target.matrix.transposed else weight)
@@ -226,7 +226,7 @@ def compare_models(
     dense: PreTrainedModel,
     written: PreTrainedModel,
     choices: Sequence[Choice],
-    moved: MovedWeights | None,
+    updated: UpdatedWeights | None,
     record: StructureRecord,
 ) -> None:
     """Compare the logits of the models on one prompt; their difference is put into `record`.
@@ -248,7 +248,7 @@ def compare_models(
         (1, length),
         generator=torch.Generator().manual_seed(0),
     )
-    with _without_units(dense, choices, moved):
+    with _without_units(dense, choices, updated):
         wanted, wanted_units = _outputs(dense, ids, choices)
     logits, written_units = _outputs(written, ids, choices)
     difference = float((wanted - logits).norm() / wanted.norm())
@@ -269,7 +269,7 @@ def compare_models(
 
 @contextmanager
 def _without_units(
-    model: PreTrainedModel, choices: Sequence[Choice], moved: MovedWeights | None
+    model: PreTrainedModel, choices: Sequence[Choice], updated: UpdatedWeights | None
 ) -> Iterator[None]:
     """Inside this context, nothing reads or reaches the removed units, and fitted weights have
     their new values.
@@ -280,7 +280,7 @@ def _without_units(
             for choice in choices:
                 hooks.enter_context(choice.units.without(model, choice.kept))
                 for target, unread in choice.units.fitted(choice.kept).items():
-                    new = None if moved is None else moved.rows(target, 0, target.matrix.rows)
+                    new = None if updated is None else updated.rows(target, 0, target.matrix.rows)
                     if new is None and not len(unread):
                         continue
                     if is_offloaded(model):  # a weight is there during a call alone

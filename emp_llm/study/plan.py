@@ -31,7 +31,7 @@ from emp_llm.models.loading import NoModelClassError, build_skeleton
 from emp_llm.options.base import check_values, parse_list
 from emp_llm.options.calibration import TEXT
 from emp_llm.options.flat import RecipeWords
-from emp_llm.options.prune import checked_recipe
+from emp_llm.options.prune import check_recipe
 from emp_llm.options.study import DEFAULT_SUITE, PlanOptions
 from emp_llm.options.sweep import METHODS, PointOptions, SweepOptions, plan_points
 from emp_llm.records.base import converted
@@ -274,7 +274,7 @@ def study_of(
             [*own, *_given(calibration=options.calibration), *further],
             parsed,
         )
-        recipe = checked_recipe(**given.groups)
+        recipe = check_recipe(**given.groups)
         needs_norms = recipe.needs_activations and given.activations is None
         after: Literal["calibrate"] | None = None
         file = ""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
 from emp_llm.checkpoint.files import INDEX_LIMIT, read_json
-from emp_llm.common.errors import UserError, count_of, printable, quotable, shortened_list
+from emp_llm.common.errors import UserError, count_of, printable, quotable, shorten_list
 from emp_llm.common.paths import REPORT_NAME, data_folder
 from emp_llm.common.tables import markdown_text
 from emp_llm.evaluation.comparison import Value, in_percent
@@ -192,6 +192,6 @@ def study_text(results: StudyResults) -> str:
     for model in results.models:
         texts.append(f"{model.title}\n{points_text(model, _notes(model), methods=False)}\n")
     if results.missing:
-        texts.append(f"{results.partial} {shortened_list(results.missing, 6)}")
+        texts.append(f"{results.partial} {shorten_list(results.missing, 6)}")
     texts += [f"warning: unreadable, so left out: {quotable(line)}" for line in results.unreadable]
     return "\n".join(texts)

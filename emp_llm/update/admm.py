@@ -28,7 +28,7 @@ does, their products with the inputs (`right` of `admm`) take the place of W G.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from emp_llm.common.declared import Opt
+from emp_llm.common.declared import Flag
 from emp_llm.selection.rule import NonFiniteError
 from emp_llm.update.update import Allowed, Moments, Search
 
@@ -56,10 +56,10 @@ class Admm(Search):
     title = "masks and weights searched for together (ADMM)"
     penalty: Annotated[
         float,
-        Opt("First penalty of ADMM, as a share of each second moment.", above=0, maximum=1),
+        Flag("First penalty of ADMM, as a share of each second moment.", above=0, maximum=1),
     ] = _PENALTY
     stages: Annotated[
-        int, Opt("Stages in which the penalty of ADMM grows to 1.", minimum=2, maximum=100)
+        int, Flag("Stages in which the penalty of ADMM grows to 1.", minimum=2, maximum=100)
     ] = _STAGES
 
     def solve(

@@ -20,7 +20,7 @@ one by one, and the columns to its right once, by a matrix product.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from emp_llm.common.declared import Opt
+from emp_llm.common.declared import Flag
 from emp_llm.selection.rule import NonFiniteError
 from emp_llm.update.update import LEAST_DAMPING, Allowed, Moments, Search
 
@@ -46,10 +46,10 @@ class SparseGPT(Search):
     keeps = "matrix"
     damping: Annotated[
         float,
-        Opt("Damping of SparseGPT, as a share of the mean second moment.", above=0, maximum=1),
+        Flag("Damping of SparseGPT, as a share of the mean second moment.", above=0, maximum=1),
     ] = LEAST_DAMPING
     columns: Annotated[
-        int, Opt("Columns that SparseGPT gives their mask at a time.", minimum=1)
+        int, Flag("Columns that SparseGPT gives their mask at a time.", minimum=1)
     ] = _COLUMNS
 
     @property

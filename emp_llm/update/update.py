@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from emp_llm.common.declared import Node, Opt
+from emp_llm.common.declared import Flag, Node
 
 if TYPE_CHECKING:
     import torch
@@ -144,24 +144,24 @@ class Refit(Update):
 
     name = "refit"
     title = "a refit of the kept weights"
-    switch = Opt(
+    switch = Flag(
         "Move the kept weights so that each layer's outputs stay close to the dense model's.",
         name="refit",
     )
     weighting: Annotated[
         Literal["equal", "relative"],
-        Opt("Weight of each token: equal, or relative to its output.", name="refit_weighting"),
+        Flag("Weight of each token: equal, or relative to its output.", name="refit_weighting"),
     ] = "equal"
     target: Annotated[
         Literal["block", "layer"],
-        Opt(
+        Flag(
             "What the last layer of a block restores: the outputs of the block, or of the layer.",
             name="refit_target",
         ),
     ] = "block"
     damping: Annotated[
         float | None,
-        Opt(
+        Flag(
             "Pull towards the dense weights, as a share of the mean second moment; default: inputs "
             "/ tokens, at least 0.01.",
             name="refit_damping",

@@ -42,7 +42,7 @@ _File = Annotated[str, msgspec.Meta(pattern=r"^block-[0-9]{5}\.safetensors\Z")]
 
 
 @dataclass
-class Moved:
+class Updated:
     """What an update made of a target.
 
     Attributes:
@@ -58,7 +58,7 @@ class Moved:
     kept_mass: float | None = None
 
 
-def in_stored_dtype(weight: Tensor, target: Target) -> Tensor:
+def round_to_stored(weight: Tensor, target: Target) -> Tensor:
     """A float32 weight in the dtype in which its target is stored."""
     return in_dtype(weight, torch_dtype(target.matrix.stored.dtype))
 
@@ -76,7 +76,7 @@ class _About(msgspec.Struct):
     kept_mass: float | None
 
 
-class MovedWeights:
+class UpdatedWeights:
     """The moved weights of a run.
 
     Args:
@@ -95,7 +95,7 @@ class MovedWeights:
             keep_only(folder, {_RECORD, *self._hashes})
         self._on_put = on_put
         # In memory: all of them, or the one whose file was read last.
-        self._blocks: dict[int, dict[str, Moved]] = {}
+        self._blocks: dict[int, dict[str, Updated]] = {}
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None  # of the last block
 
@@ -111,8 +111,8 @@ class MovedWeights:
         """
         by_name = {(target.layer.block, target.name): target for target in targets}
 
-        def check(block: int, moved: dict[str, Moved]) -> None:
-            for name, of_target in moved.items():
+        def check(block: int, updated: dict[str, Updated]) -> None:
+            for name, of_target in updated.items():
                 _check_fit(by_name[block, name], of_target.weight)
 
         blocks = [_number(name) for name in self._hashes]
@@ -123,7 +123,7 @@ class MovedWeights:
         block: int,
         targets: Sequence[Target],
         removed_of: Callable[[Target], Tensor] | None = None,
-    ) -> dict[str, Moved] | None:
+    ) -> dict[str, Updated] | None:
         """What an interrupted run made of the targets of a block, by name; None if it did not
         finish them, or, with a warning, if the file is damaged or of other targets.
 
@@ -132,9 +132,9 @@ class MovedWeights:
                 None: a search chose them.
         """
 
-        def check(moved: dict[str, Moved]) -> None:
+        def check(updated: dict[str, Updated]) -> None:
             for target in targets:
-                weight = moved[target.name].weight
+                weight = updated[target.name].weight
                 _check_fit(target, weight)
                 removed = removed_of and removed_of(target).cpu()
                 if weight is not None and removed is not None and weight.float()[removed].any():
@@ -143,22 +143,22 @@ class MovedWeights:
         return self._whole(block, check) if _name(block) in self._hashes else None
 
     def _whole(
-        self, block: int, check: Callable[[dict[str, Moved]], None]
-    ) -> dict[str, Moved] | None:
+        self, block: int, check: Callable[[dict[str, Updated]], None]
+    ) -> dict[str, Updated] | None:
         """What became of the targets of a finished block; None, with a warning, if its file is
         damaged or fails a check. It is deleted then.
         """
         name = _name(block)
         try:
-            moved = self._read(block)
-            check(moved)
+            updated = self._read(block)
+            check(updated)
         except ReadError:
             raise
         except _DAMAGE as error:
             warn_of_damage(self.record.with_name(name), quotable(reason(error)))
             self._drop(name)
             return None
-        return moved
+        return updated
 
     def _drop(self, name: str) -> None:
         """Delete the file of a block, which is computed again."""
@@ -166,18 +166,18 @@ class MovedWeights:
         del self._hashes[name]
         remove(self.record.with_name(name))
 
-    def put(self, block: int, moved: dict[str, Moved]) -> None:
+    def put(self, block: int, updated: dict[str, Updated]) -> None:
         """Keep what became of the targets of a block, by name; the first rank does."""
         if not ranks().main:
             return
         if self.folder is None:
-            self._blocks[block] = moved
+            self._blocks[block] = updated
             return
         if self._thread is None:
-            self._write(block, moved)
+            self._write(block, updated)
             return
         self._finish()
-        self._writing = self._thread.submit(self._write, block, moved)
+        self._writing = self._thread.submit(self._write, block, updated)
 
     @contextmanager
     def behind(self) -> Iterator[None]:
@@ -196,14 +196,15 @@ class MovedWeights:
         if self._writing is not None:
             self._writing.result()
 
-    def _write(self, block: int, moved: dict[str, Moved]) -> None:
+    def _write(self, block: int, updated: dict[str, Updated]) -> None:
         weights = {
             name: of_target.weight.contiguous()
-            for name, of_target in moved.items()
+            for name, of_target in updated.items()
             if of_target.weight is not None
         }
         about = {
-            name: _About(of_target.record, of_target.kept_mass) for name, of_target in moved.items()
+            name: _About(of_target.record, of_target.kept_mass)
+            for name, of_target in updated.items()
         }
         content = save(weights, {_KEY: msgspec.json.encode(about).decode()})
         write_bytes(self.record.with_name(_name(block)), content)
@@ -212,7 +213,7 @@ class MovedWeights:
         if self._on_put is not None:
             self._on_put(block)
 
-    def block(self, block: int) -> dict[str, Moved]:
+    def block(self, block: int) -> dict[str, Updated]:
         """What became of the targets of a finished block, by name. Weights of a file are read from
         it when they are used.
 
@@ -229,7 +230,7 @@ class MovedWeights:
                 "The same command computes these weights again."
             ) from error
 
-    def _read(self, block: int) -> dict[str, Moved]:
+    def _read(self, block: int) -> dict[str, Updated]:
         """`block`, with the errors of `_DAMAGE`."""
         if block not in self._blocks:
             path = self.record.with_name(_name(block))
@@ -238,11 +239,11 @@ class MovedWeights:
             with safe_open(path, framework="pt") as file:
                 about = msgspec.json.decode(file.metadata()[_KEY], type=dict[str, _About])
                 weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            moved = {
-                name: Moved(weights.get(name), of_target.record, of_target.kept_mass)
+            updated = {
+                name: Updated(weights.get(name), of_target.record, of_target.kept_mass)
                 for name, of_target in about.items()
             }
-            self._blocks = {block: moved}
+            self._blocks = {block: updated}
         return self._blocks[block]
 
     def records(self) -> dict[str, FitRecord]:
@@ -250,16 +251,18 @@ class MovedWeights:
         blocks = list(self._blocks)
         if self.folder is not None:
             blocks = [_number(name) for name in sorted(self._hashes)]
-        return {name: moved.record for block in blocks for name, moved in self.block(block).items()}
+        return {
+            name: updated.record for block in blocks for name, updated in self.block(block).items()
+        }
 
     def weights(self) -> dict[str, Tensor]:
         """The weights that an update in memory moved, by the name of the target."""
-        moved = {
+        updated = {
             name: of_target for block in self._blocks.values() for name, of_target in block.items()
         }
         return {
             name: of_target.weight
-            for name, of_target in moved.items()
+            for name, of_target in updated.items()
             if of_target.weight is not None
         }
 
@@ -270,8 +273,8 @@ class MovedWeights:
         block = target.layer.block
         if block is None or (block not in self._blocks and _name(block) not in self._hashes):
             return None
-        moved = self.block(block).get(target.name)
-        return None if moved is None or moved.weight is None else moved.weight[first:last]
+        updated = self.block(block).get(target.name)
+        return None if updated is None or updated.weight is None else updated.weight[first:last]
 
     def replace(self, target: Target, first: int, words: Words, figures: RowFigures) -> RowFigures:
         """Put moved rows in the place of pruned rows.

@@ -53,7 +53,7 @@ from emp_llm.update.least_squares import (
 )
 from emp_llm.update.update import Allowed, Moments, Pattern, Update
 from emp_llm.walk.checks import MOMENT_BYTES, held_out, updatable
-from emp_llm.walk.moved import Moved, MovedWeights, in_stored_dtype
+from emp_llm.walk.moved import Updated, UpdatedWeights, round_to_stored
 
 _SAME = 0.01  # rounding of bfloat16, relative
 OfTarget = Callable[[Target], Tensor]
@@ -65,7 +65,7 @@ def update_model(
     targets: Sequence[Target],
     tokens: Tensor,
     update: Update,
-    moved: MovedWeights,
+    updated: UpdatedWeights,
     *,
     mask_of: OfTarget,
     counts_of: OfTarget | None = None,
@@ -75,7 +75,7 @@ def update_model(
     batch_size: int = 8,
     hidden_states: Place = "auto",
 ) -> None:
-    """Update all blocks that `moved` does not hold yet, and put them there. A collective call.
+    """Update all blocks that `updated` does not hold yet, and put them there. A collective call.
 
     Args:
         model: dense, on any devices, offloaded or not; unchanged afterwards.
@@ -83,7 +83,7 @@ def update_model(
         tokens: the calibration text, int64, shape (samples, length). One sequence of sixteen is
             held out: no weight is fitted to it, and it measures the error.
         update: how the weights move.
-        moved: of the first rank; the other ranks' stay empty.
+        updated: of the first rank; the other ranks' stay empty.
         mask_of: returns the mask of a target, bool, shape (outputs, inputs), true where kept. After
             a search, only for targets that it leaves out: experts with few tokens, and layers that
             their block does not call.
@@ -125,17 +125,17 @@ def update_model(
             block = Block(model, step, members, walk, pruned)
             if step.index == 0 and execution_device(step.block).type == "cuda":
                 # On a CPU, the memory of a second block is dearer than the time.
-                stack.enter_context(moved.behind())
-            resumed = partial(moved.resumed, step.index, members, removed_of)
-            updated = ranks().first(resumed) if members else {}
-            if updated is None:
-                updated = _update_block(
+                stack.enter_context(updated.behind())
+            resumed = partial(updated.resumed, step.index, members, removed_of)
+            outcomes = ranks().first(resumed) if members else {}
+            if outcomes is None:
+                outcomes = _update_block(
                     block, update, fitting, measuring, mask_of, allowed_of, min_expert_tokens
                 )
-                moved.put(step.index, updated)
+                updated.put(step.index, outcomes)
             else:
                 for target in members:
-                    weight = updated[target.name].weight
+                    weight = outcomes[target.name].weight
                     block.change(target, mask_of(target) if weight is None else None, weight)
                 if update.restores_dense:
                     step.run()
@@ -372,7 +372,7 @@ def _update_block(
     mask_of: OfTarget,
     allowed_of: Callable[[Target], Allowed],
     min_expert_tokens: int,
-) -> dict[str, Moved]:
+) -> dict[str, Updated]:
     """Update the targets of a block, and return what became of them, by name.
 
     Args:
@@ -384,7 +384,7 @@ def _update_block(
         for target in block.targets:
             block.change(target, mask_of(target), None)
     levels = _levels(block, fitting[0], update)
-    updated = {target.name: Moved(None, FitRecord(tokens=0)) for target in block.targets}
+    outcomes = {target.name: Updated(None, FitRecord(tokens=0)) for target in block.targets}
     called = {target.name for level in levels for target in level.targets}
     for target in block.targets:
         # The block uses the weight without calling the layer.
@@ -404,7 +404,7 @@ def _update_block(
                 for target in targets
             ]
             mine = {
-                target.name: _updated(
+                target.name: _update(
                     block, target, of_inputs, update, allowed_of, min_expert_tokens
                 )
                 for target, of_inputs in ranks().assigned(pairs)
@@ -413,19 +413,19 @@ def _update_block(
                 name: result for of_rank in ranks().gather(mine) for name, result in of_rank.items()
             }
             for target in level.targets:
-                updated[target.name], mask = results[target.name]
+                outcomes[target.name], mask = results[target.name]
                 # It saw too few tokens for a search.
                 if mask is None and target.name not in block.masks:
                     mask = mask_of(target)
-                block.change(target, mask, updated[target.name].weight)
+                block.change(target, mask, outcomes[target.name].weight)
             del sums, pairs
             sums = _sums_of_level(block, dense, level, measuring, update.relative)
             for first, of_inputs in sums.items():
                 for target in level.inputs[first]:
-                    _measure(block, target, updated[target.name], of_inputs)
-    for moved in updated.values():
-        moved.weight = None if moved.weight is None else moved.weight.cpu()
-    return updated
+                    _measure(block, target, outcomes[target.name], of_inputs)
+    for updated in outcomes.values():
+        updated.weight = None if updated.weight is None else updated.weight.cpu()
+    return outcomes
 
 
 def _levels(block: Block, number: int, update: Update) -> list[_Level]:
@@ -795,14 +795,14 @@ def _moments_of(block: Block, target: Target, sums: Sums) -> Moments:
     return Moments(sums.gram, right, sums.energy[target.name], sums.tokens)
 
 
-def _updated(
+def _update(
     block: Block,
     target: Target,
     sums: Sums | None,
     update: Update,
     allowed_of: Callable[[Target], Allowed],
     min_expert_tokens: int,
-) -> tuple[Moved, Tensor | None]:
+) -> tuple[Updated, Tensor | None]:
     """Update a target. Returns what became of it, and the mask of a search, None if there was none;
     on the CPU where other ranks get them.
 
@@ -811,7 +811,7 @@ def _updated(
     """
     tokens = 0 if sums is None else sums.tokens
     if sums is None or tokens < (max(1, min_expert_tokens) if target.layer.routed else 1):
-        return Moved(None, FitRecord(tokens=tokens)), None
+        return Updated(None, FitRecord(tokens=tokens)), None
     weight = block.weight(target)
     if not bool(weight.isfinite().all()):
         raise UserError(
@@ -822,7 +822,7 @@ def _updated(
     allowed = allowed_of(target) if update.searches else Allowed(mask=block.masks[target.name])
     solution = solved(target, update, weight, moments, allowed)
     mask = solution.mask
-    stored = in_stored_dtype(solution.weight, target)
+    stored = round_to_stored(solution.weight, target)
     set_to_zero(stored, ~mask)  # not -0.0
     errors = output_errors(moments, weight, weight * mask, stored) or (0.0, 0.0)
     kept_mass = _kept_mass(weight, mask) if update.searches else None
@@ -831,7 +831,7 @@ def _updated(
     record = FitRecord(
         tokens=tokens, damping=solution.damping, error_before=errors[0], error_after=errors[1]
     )
-    return Moved(stored, record, kept_mass), mask if update.searches else None
+    return Updated(stored, record, kept_mass), mask if update.searches else None
 
 
 def solved(
@@ -862,7 +862,7 @@ def solved(
 
 def refitted(
     target: Target, sums: Sums | None, weight: Tensor, update: Update, least: int = 1
-) -> Moved:
+) -> Updated:
     """All weights of a target at the optimum; they stay if it saw fewer tokens than `least`.
 
     Args:
@@ -874,7 +874,7 @@ def refitted(
     """
     tokens = 0 if sums is None else sums.tokens
     if sums is None or sums.gram is None or tokens < max(1, least):
-        return Moved(None, FitRecord(tokens=tokens))
+        return Updated(None, FitRecord(tokens=tokens))
     moments = Moments(sums.gram, sums.right, sums.energy[target.name], tokens)
     everything = Allowed(mask=torch.ones_like(weight, dtype=torch.bool))
     solution = solved(target, update, weight, moments, everything)
@@ -882,7 +882,7 @@ def refitted(
     record = FitRecord(
         tokens=tokens, damping=solution.damping, error_before=before, error_after=after
     )
-    return Moved(in_stored_dtype(solution.weight, target).cpu(), record)
+    return Updated(round_to_stored(solution.weight, target).cpu(), record)
 
 
 def _kept_mass(weight: Tensor, mask: Tensor) -> float:
@@ -895,14 +895,14 @@ def _kept_mass(weight: Tensor, mask: Tensor) -> float:
     return kept / total if total else 1.0
 
 
-def _measure(block: Block, target: Target, moved: Moved, sums: Sums) -> None:
+def _measure(block: Block, target: Target, updated: Updated, sums: Sums) -> None:
     """Put the errors of the masked and of the moved weights into the record of a target."""
     weight = block.weight(target)
     masked = weight * block.masks[target.name].to(weight.device)
-    new = masked if moved.weight is None else moved.weight
+    new = masked if updated.weight is None else updated.weight
     errors = output_errors(_moments_of(block, target, sums), weight, masked, new)
     if errors is not None:
-        moved.record.held_out_before, moved.record.held_out_after = errors
+        updated.record.held_out_before, updated.record.held_out_after = errors
 
 
 def output_errors(

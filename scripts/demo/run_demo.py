@@ -17,7 +17,7 @@ from pathlib import Path
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.tables import percent_cell, table
 from emp_llm.evaluation.comparison import (
-    formatted,
+    format_value,
     in_percent,
     main_measures,
     shown_change,
@@ -105,7 +105,7 @@ def costs(folder: Path, seconds: list[float]) -> str:
     rows = [["", "zeros"], ["dense", "0 %"]]
     for name in names:
         rows[0] += ["accuracy" if in_percent(name) else "perplexity", "change"]
-        rows[1] += [formatted(dense[name].value, 2 if in_percent(name) else 3), ""]
+        rows[1] += [format_value(dense[name].value, 2 if in_percent(name) else 3), ""]
     rows[0].append("seconds")
     rows[1].append("")
     for (run_name, (label, _)), taken in zip(RUNS.items(), seconds, strict=False):
@@ -114,7 +114,7 @@ def costs(folder: Path, seconds: list[float]) -> str:
         assert results.pruned is not None
         row = [label, f"{percent_cell(results.pruned.sparsity_of_targets)} %"]
         for name in names:
-            row.append(formatted(values[name].value, 2 if in_percent(name) else 3))
+            row.append(format_value(values[name].value, 2 if in_percent(name) else 3))
             row.append(shown_change(name, dense[name], values[name]))
         rows.append([*row, f"{taken:.0f}"])
     return table(rows)
