@@ -47,10 +47,10 @@ def slow_admm(
             dual = dual * (before / penalty)
             before = penalty
             for _ in range(steps):
-                updated = point + dual
-                mask = torch.tensor(largest((updated * own.sqrt()).tolist(), counts[row]))
-                split = updated * mask
-                dual = updated - split
+                moved = point + dual
+                mask = torch.tensor(largest((moved * own.sqrt()).tolist(), counts[row]))
+                split = moved * mask
+                dual = moved - split
                 matrix = gram + torch.diag(shift + penalty * own)
                 point = torch.linalg.solve(matrix, right + penalty * own * (split - dual))
         fitted[row], masks[row] = split, mask

@@ -324,12 +324,12 @@ def test_searches_on_the_gpu_agree_with_those_on_the_cpu(
     """Masks can differ where two costs are equal up to rounding."""
     weight = layer(64, 384)[0]
     gram = moments(inputs_of("plain", 384))
-    updated = {
+    moved = {
         name: value.cuda() if isinstance(value, torch.Tensor) else value
         for name, value in options.items()
     }
     here = search(weight, gram, **options)
-    there = search(weight.cuda(), gram.cuda(), **updated)
+    there = search(weight.cuda(), gram.cuda(), **moved)
     assert int(there.mask.sum()) == int(here.mask.sum())
     assert search is admm or float((here.mask != there.mask.cpu()).double().mean()) < 1e-3
     errors = [

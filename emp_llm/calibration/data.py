@@ -242,8 +242,8 @@ def read_text(
         rest.append(ids[samples : samples + judging].clone())
         # What follows them takes their place, since a copy of all would be as long.
         for first in range(samples + judging, len(ids), judging):
-            updated = ids[first : first + judging]
-            ids[first - judging :][: len(updated)] = updated
+            moved = ids[first : first + judging]
+            ids[first - judging :][: len(moved)] = moved
         longer.append(ids[: len(ids) - len(rest[-1])])
     following = torch.cat(rest)
     seeded = any(corpus.shuffle or corpus.generate for corpus in corpora)

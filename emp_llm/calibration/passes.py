@@ -480,26 +480,26 @@ def _call(body: nn.Module, inputs: dict[str, Any], device: torch.device) -> None
     A model of transformers gets floats in its own dtype, and only the arguments that it takes.
     """
     dtype = body.dtype if isinstance(body, PreTrainedModel) else None
-    updated = {}
+    moved = {}
     for name, value in inputs.items():
-        updated[name] = value
+        moved[name] = value
         if isinstance(value, Tensor):
             if value.is_inference():  # hooks ask for the version of a layer's input
                 value = value.clone()
-            updated[name] = value.to(device, dtype if value.is_floating_point() else None)
+            moved[name] = value.to(device, dtype if value.is_floating_point() else None)
     if not isinstance(body, PreTrainedModel):
-        positional = [updated.pop("")] if "" in updated else []
-        body(*positional, **updated)
+        positional = [moved.pop("")] if "" in moved else []
+        body(*positional, **moved)
         return
-    if "" in updated:
-        updated["input_ids"] = updated.pop("")
-    if is_encoder_decoder(body) and "input_ids" in updated and "decoder_input_ids" not in updated:
-        updated["decoder_input_ids"] = decoder_ids(body, updated["input_ids"])
+    if "" in moved:
+        moved["input_ids"] = moved.pop("")
+    if is_encoder_decoder(body) and "input_ids" in moved and "decoder_input_ids" not in moved:
+        moved["decoder_input_ids"] = decoder_ids(body, moved["input_ids"])
     parameters = inspect.signature(body.forward).parameters
     if not any(argument.kind == argument.VAR_KEYWORD for argument in parameters.values()):
-        updated = {name: value for name, value in updated.items() if name in parameters}
+        moved = {name: value for name, value in moved.items() if name in parameters}
     with fast_attention(device, body.dtype):
-        body(**updated, use_cache=False)
+        body(**moved, use_cache=False)
 
 
 @contextmanager

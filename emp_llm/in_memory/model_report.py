@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from msgspec.structs import replace
+import msgspec
 from torch import nn
 
 from emp_llm.calibration.activations import Activations
@@ -121,16 +121,18 @@ class ModelReport:
             )
         stored = {target.name: target.matrix.stored.name for target in targets}
         matrices = {
-            name: replace(entry, tensor=stored.get(name, entry.tensor))
+            name: msgspec.structs.replace(entry, tensor=stored.get(name, entry.tensor))
             for name, entry in self.record.matrices.items()
         }
-        record = replace(self.record, matrices=matrices)
+        record = msgspec.structs.replace(self.record, matrices=matrices)
         size = sum(tensor.end - tensor.start for tensor in checkpoint.tensors.values())
         if record.sizes is not None and record.sizes.dense != size:
-            record = replace(record, sizes=None)  # they are of another dtype
+            record = msgspec.structs.replace(record, sizes=None)  # they are of another dtype
         if (units := record.structure) is not None:
-            units = replace(units, pruned=replace(units.pruned, bytes=size))
-            record = replace(record, structure=units)
+            units = msgspec.structs.replace(
+                units, pruned=msgspec.structs.replace(units.pruned, bytes=size)
+            )
+            record = msgspec.structs.replace(record, structure=units)
         now = digests(architecture)
         if any(now.get(name, digest) != digest for name, digest in self.weights.items()):
             record = _trained(record)
@@ -151,8 +153,8 @@ class ModelReport:
 
 def _trained(record: RunReport) -> RunReport:
     """The report of a model that was trained since: without what holds no more."""
-    sizes = None if record.sizes is None else replace(record.sizes, mask=0)
-    return replace(
+    sizes = None if record.sizes is None else msgspec.structs.replace(record.sizes, mask=0)
+    return msgspec.structs.replace(
         record,
         trained=True,
         check=None,

@@ -641,7 +641,7 @@ def _permute(b: Any, values: Any, at: Any, bits: Any, dtype: str) -> Any:
     order = b.zext(
         fetch(b, b.module.globals["places"], b.mul(byte, number(8)), ir.VectorType(I8, 8)), lanes
     )
-    updated = intrinsic(b, "llvm.x86.avx2.permd", lanes, [words, order])
+    moved = intrinsic(b, "llvm.x86.avx2.permd", lanes, [words, order])
     single = b.insert_element(
         ir.Constant(lanes, ir.Undefined), b.trunc(byte, I32), ir.Constant(I32, 0)
     )
@@ -649,7 +649,7 @@ def _permute(b: Any, values: Any, at: Any, bits: Any, dtype: str) -> Any:
         b.shuffle_vector(single, ir.Constant(lanes, ir.Undefined), zero),
         ir.Constant(lanes, [1 << i for i in range(8)]),
     )
-    return b.select(b.icmp_unsigned("!=", stored, zero), updated, zero)
+    return b.select(b.icmp_unsigned("!=", stored, zero), moved, zero)
 
 
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "bmi", "popcnt")
