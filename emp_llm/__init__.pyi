@@ -17,13 +17,9 @@ from emp_llm.commands.sweep import SweepDryRun as SweepDryRun
 from emp_llm.commands.unpack import Unpacked as Unpacked
 from emp_llm.common.errors import UserError as UserError
 from emp_llm.healing.training import heal_model as heal_model
-from emp_llm.in_memory.model_report import ModelReport as ModelReport
-from emp_llm.in_memory.prune_model import masks_of as masks_of
-from emp_llm.in_memory.prune_model import prune_model as prune_model
 from emp_llm.models.callback import SparsityCallback as SparsityCallback
 from emp_llm.models.masks import Masks as Masks
-from emp_llm.models.reapply import reapply_mask as reapply_mask
-from emp_llm.options.flat import recipe_of as recipe_of
+from emp_llm.models.masks import reapply_mask as reapply_mask
 from emp_llm.options.recipe import ByCost as ByCost
 from emp_llm.options.recipe import Effective as Effective
 from emp_llm.options.recipe import Given as Given
@@ -38,14 +34,18 @@ from emp_llm.options.recipe import Ria as Ria
 from emp_llm.options.recipe import Share as Share
 from emp_llm.options.recipe import Targets as Targets
 from emp_llm.options.recipe import Wanda as Wanda
+from emp_llm.options.words import recipe_of as recipe_of
 from emp_llm.pruning.dry_run import DryRun as DryRun
 from emp_llm.pruning.verification import Findings as Findings
 from emp_llm.records.base import read_record as read_record
-from emp_llm.records.bench import Bench as Bench
-from emp_llm.records.measure import Measure as Measure
+from emp_llm.records.evaluation import Bench as Bench
+from emp_llm.records.run_report import Measure as Measure
 from emp_llm.records.run_report import RunReport as RunReport
-from emp_llm.records.sweep import Sweep as Sweep
+from emp_llm.records.run_report import Sweep as Sweep
 from emp_llm.reporting.push import Pushed as Pushed
+from emp_llm.runs.prune_model import ModelReport as ModelReport
+from emp_llm.runs.prune_model import masks_of as masks_of
+from emp_llm.runs.prune_model import prune_model as prune_model
 from emp_llm.selection.criteria import InputStatistics as InputStatistics
 from emp_llm.selection.criteria import exponential as exponential
 from emp_llm.selection.criteria import shift as shift
@@ -54,9 +54,9 @@ from emp_llm.selection.effective import effective_mass as effective_mass
 from emp_llm.selection.effective import effective_mass_bound as effective_mass_bound
 from emp_llm.selection.effective import effective_number as effective_number
 from emp_llm.selection.effective import loss_change_bound as loss_change_bound
-from emp_llm.update.admm import Admm as Admm
-from emp_llm.update.sparsegpt import SparseGPT as SparseGPT
+from emp_llm.update.update import Admm as Admm
 from emp_llm.update.update import Refit as Refit
+from emp_llm.update.update import SparseGPT as SparseGPT
 
 COMMANDS: dict[str, str]
 __version__: str

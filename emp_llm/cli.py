@@ -30,7 +30,7 @@ from emp_llm.common.errors import UserError, did_you_mean, disk_sentence, quotab
 from emp_llm.common.machine import default_modes
 from emp_llm.common.progress import loudness, progress_of
 from emp_llm.common.ranks import RankLost, rank_losses, start_job, tell_ranks
-from emp_llm.options.base import GivenOptions, options_in
+from emp_llm.options.shared import GivenOptions, options_in
 
 if TYPE_CHECKING:
     import click
@@ -589,7 +589,7 @@ def _completions(line: str) -> list[str]:
         if option is None or option.annotation is bool:
             candidates = [*flags, "--help"]
         elif option.parameter.name == "method":
-            from emp_llm.options.flat import method_names
+            from emp_llm.options.words import method_names
 
             names = method_names()
             candidates = ["best", *(f"emp-{name}" for name in names), *names]

@@ -76,8 +76,8 @@ def layers_in_blocks(model: "PreTrainedModel") -> "list[Layer]":
 
 def plain_pass(model: "PreTrainedModel", tokens: Tensor, batch_size: int = 1) -> None:
     """A forward pass without hooks and without the head, as a calibration makes it."""
+    from emp_llm.models.loading import input_device
     from emp_llm.models.modules import body_of
-    from emp_llm.models.offload import input_device
 
     with torch.no_grad():
         for batch in torch.split(tokens, batch_size):

@@ -34,7 +34,7 @@ from emp_llm.common.tables import markdown_table
 from emp_llm.evaluation.comparison import change_of, values_of
 from emp_llm.evaluation.results import read_results
 from emp_llm.models.loading import load_tokenizer
-from emp_llm.options.calibration import CalibrationOptions
+from emp_llm.options.shared import CalibrationOptions
 
 PEERS = Path(__file__).with_name("peers.py")
 PACKAGES = ("torch==2.13.0", "llmcompressor==0.14.0.1")

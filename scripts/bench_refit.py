@@ -24,14 +24,13 @@ from bench_helpers import hardware, in_turn, wall_time
 from torch import Tensor
 
 from emp_llm.common.machine import float32_products
-from emp_llm.update.admm import admm
 from emp_llm.update.least_squares import (
     Solution,
     output_error,
     refit_rows,
     workspace_bytes,
 )
-from emp_llm.update.sparsegpt import sparsegpt
+from emp_llm.update.update import admm, sparsegpt
 
 SHAPES = {"cpu": ["1024x2752"], "cuda": ["1024x2752", "4096x4096", "11008x4096", "4096x11008"]}
 TOKENS = {"cpu": 16384, "cuda": 65536}

@@ -35,8 +35,8 @@ from bench_helpers import hardware, in_turn, make_llama, wall_time
 from torch.nn import functional
 
 from emp_llm.common.machine import processor_name
+from emp_llm.runtime.loader import products_of
 from emp_llm.runtime.packed_rows import pack_rows
-from emp_llm.runtime.sparse_linear import products_of
 
 COLUMNS = 4096
 ZEROS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)

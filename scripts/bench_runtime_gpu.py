@@ -29,8 +29,8 @@ from bench_helpers import gpu_time, hardware, in_turn, wall_time
 from torch import Tensor
 from torch.nn import functional
 
+from emp_llm.runtime.loader import products_of
 from emp_llm.runtime.packed_rows import PackedRows, pack_rows, torch_product
-from emp_llm.runtime.sparse_linear import products_of
 
 SHAPES = ["4096x11008", "11008x4096", "4096x4096"]
 _FLUSHED = 256 << 20  # bytes, more than any level 2 cache has

@@ -19,8 +19,7 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.headers import StoredTensor
+from emp_llm.checkpoint.checkpoint import Checkpoint, StoredTensor
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.models.architecture import Architecture, conventional
 

@@ -33,7 +33,7 @@ from transformers import (
 from transformers.utils import logging
 
 from emp_llm import ModelReport, SparsityCallback, prune
-from emp_llm.models.reapply import masks_in
+from emp_llm.models.masks import masks_in
 from emp_llm.records.run_report import RunReport
 
 ROOT = Path(__file__).parents[1]

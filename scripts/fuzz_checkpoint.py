@@ -32,15 +32,12 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.checkpoint import Checkpoint, StoredTensor, read_header
 from emp_llm.checkpoint.files import file_hash
-from emp_llm.checkpoint.headers import StoredTensor, read_header
-from emp_llm.checkpoint.packed_format import PackedShard, PackLayout
-from emp_llm.checkpoint.packing import pack_checkpoint
+from emp_llm.checkpoint.packed import PackedShard, PackLayout, pack_checkpoint
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import PACK_NAME
-from emp_llm.runtime.loader import StoredWeights
-from emp_llm.runtime.sparse_linear import products_of
+from emp_llm.runtime.loader import StoredWeights, products_of
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 INDEX = "model.safetensors.index.json"

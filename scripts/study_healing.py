@@ -104,7 +104,7 @@ def run(options: argparse.Namespace, point: str, texts: list[Any]) -> Entry:
 
 def losses(model: Any, texts: list[Any], options: argparse.Namespace) -> list[list[float]]:
     """The mean loss of each block of each text."""
-    from emp_llm.evaluation.perplexity import perplexity
+    from emp_llm.evaluation.evaluate import perplexity
 
     return [
         list(perplexity(model, text, options.block, limit=options.limit).block_losses)
@@ -156,7 +156,7 @@ def main(line: list[str] | None = None) -> None:
         write_page(options.write, known)
         return
     from emp_llm.calibration.texts import find_corpus
-    from emp_llm.evaluation.perplexity import text_tokens
+    from emp_llm.evaluation.evaluate import text_tokens
     from emp_llm.models.loading import load_model, load_tokenizer
 
     tokenizer = load_tokenizer(Path(options.model))

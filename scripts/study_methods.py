@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from emp_llm.options.flat import recipe_of
+from emp_llm.options.words import recipe_of
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -84,9 +84,9 @@ class Study:
     def __init__(self, options: argparse.Namespace) -> None:
         from emp_llm.calibration.data import read_text
         from emp_llm.calibration.texts import find_corpus
-        from emp_llm.evaluation.perplexity import text_tokens
+        from emp_llm.evaluation.evaluate import text_tokens
         from emp_llm.models.loading import load_model, load_tokenizer
-        from emp_llm.options.calibration import CalibrationOptions
+        from emp_llm.options.shared import CalibrationOptions
 
         folder = Path(options.model)
         self.name = options.name or folder.name
@@ -103,7 +103,7 @@ class Study:
 
     def norms(self) -> Any:
         """The norms of all linear layers."""
-        from emp_llm.in_memory.prune_model import prune_model
+        from emp_llm.runs.prune_model import prune_model
 
         if self._norms is None:
             report = prune_model(
@@ -116,7 +116,7 @@ class Study:
 
     def sparsity(self, point: Point) -> float | None:
         """The sparsity of a point's budget."""
-        from emp_llm.in_memory.prune_model import prune_model
+        from emp_llm.runs.prune_model import prune_model
 
         if point.budget != "beta1":
             return None if ":" in point.budget else float(point.budget)
@@ -129,7 +129,7 @@ class Study:
 
     def losses(self, model: Any) -> list[float]:
         """The mean loss of each block of the text."""
-        from emp_llm.evaluation.perplexity import perplexity
+        from emp_llm.evaluation.evaluate import perplexity
 
         return list(
             perplexity(model, self.text, self.options.block, limit=self.options.limit).block_losses
@@ -137,7 +137,7 @@ class Study:
 
     def run(self, point: Point | None) -> dict[str, Any]:
         """The result of a point; None: the dense model."""
-        from emp_llm.in_memory.prune_model import prune_model
+        from emp_llm.runs.prune_model import prune_model
 
         start = time.perf_counter()
         entry = self.about()

@@ -18,17 +18,11 @@ from typing import Any
 import msgspec
 
 from emp_llm.common.declared import fields_of, has_kinds
-from emp_llm.evaluation.suites import SuiteFile
+from emp_llm.evaluation.results import SuiteFile
 from emp_llm.options.recipe import Recipe
-from emp_llm.records.base import FileRecord
-from emp_llm.records.bench import Bench
-from emp_llm.records.corpus import Corpus
-from emp_llm.records.manifest import Manifest
-from emp_llm.records.measure import Measure
-from emp_llm.records.results import Results
-from emp_llm.records.run_report import RunReport
-from emp_llm.records.source import ActivationsInfo
-from emp_llm.records.sweep import Sweep
+from emp_llm.records.base import ActivationsInfo, Corpus, FileRecord
+from emp_llm.records.evaluation import Bench
+from emp_llm.records.run_report import Manifest, Measure, Results, RunReport, Sweep
 from emp_llm.reporting.page import ReportPage
 from emp_llm.study.plan import Study
 

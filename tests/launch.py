@@ -29,8 +29,8 @@ IMPORTS = [
     "transformers.models.mixtral.modeling_mixtral",
     "transformers.models.opt.modeling_opt",
     "emp_llm.calibration.passes",
-    "emp_llm.evaluation.harness",
-    "emp_llm.hub.local_model",
+    "emp_llm.evaluation.evaluate",
+    "emp_llm.models.hub",
     "emp_llm.evaluation.evaluate",
     "emp_llm.pruning.writing",
 ]

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from emp_llm.common import machine
 from emp_llm.selection.rule import NonFiniteError
-from emp_llm.update.admm import admm
 from emp_llm.update.least_squares import output_error, refit_rows
-from emp_llm.update.sparsegpt import sparsegpt
+from emp_llm.update.update import admm, sparsegpt
 
 
 def largest(values: list[float], count: int) -> list[bool]:

@@ -45,7 +45,7 @@ def test_baselines_keep_a_share_of_each_query() -> None:
 def test_the_table(tiny_llama: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The dense row is the model's own perplexity, and a large beta changes nothing."""
     from emp_llm.calibration.texts import find_corpus
-    from emp_llm.evaluation.perplexity import perplexity, text_tokens
+    from emp_llm.evaluation.evaluate import perplexity, text_tokens
     from emp_llm.models.loading import load_model, load_tokenizer
 
     main(

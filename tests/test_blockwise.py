@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import torch_openmp
-from emp_llm.models import offload
+from emp_llm.models import loading
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import load_model
 from emp_llm.models.modules import find_blocks
@@ -77,13 +77,13 @@ def test_the_thread_that_reads_blocks_has_no_team(
     """
     threads = torch.get_num_threads()
     seen = []
-    load = offload._load_weights
+    load = loading._load_weights
 
     def noted(modules: Any) -> int:
         seen.append((threading.current_thread().name, torch.get_num_threads()))
         return load(modules)
 
-    monkeypatch.setattr(offload, "_load_weights", noted)
+    monkeypatch.setattr(loading, "_load_weights", noted)
     try:
         torch.set_num_threads(3)
         for _ in BlockwiseModel(load_model(tiny_llama, "disk"), None, "cpu").forward([tokens()]):

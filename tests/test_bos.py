@@ -18,9 +18,9 @@ from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.data import data_in_memory, read_text, sequences
 from emp_llm.commands.evaluate import Evaluated, evaluate
 from emp_llm.common.errors import UserError
-from emp_llm.evaluation.perplexity import perplexity
+from emp_llm.evaluation.evaluate import perplexity
 from emp_llm.models.loading import load_model
-from emp_llm.options.calibration import CalibrationOptions
+from emp_llm.options.shared import CalibrationOptions
 
 BOS = 1
 LENGTH = 24

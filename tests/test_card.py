@@ -16,13 +16,16 @@ from hub_server import Hub
 from emp_llm import prune, push, verify
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.common.errors import UserError
-from emp_llm.options.flat import recipe_of
-from emp_llm.records.base import converted
-from emp_llm.records.run_report import RunReport
-from emp_llm.records.source import CalibrationRecord, ModelIdentity, ModelSource, TextRecord
-from emp_llm.records.sweep import Sweep, SweepMadeBy
-from emp_llm.reporting.card import Origin, cached_repository, card_text
-from emp_llm.reporting.push import _public, public
+from emp_llm.options.words import recipe_of
+from emp_llm.records.base import (
+    CalibrationRecord,
+    ModelIdentity,
+    ModelSource,
+    TextRecord,
+    converted,
+)
+from emp_llm.records.run_report import RunReport, Sweep, SweepMadeBy
+from emp_llm.reporting.push import Origin, _public, cached_repository, card_text, public
 
 
 def add_task(path: Path, accuracy: float) -> None:

@@ -21,7 +21,7 @@ from tiny import make_tokenizer
 from emp_llm.calibration.data import data_in_memory, token_ids
 from emp_llm.calibration.texts import find_corpus
 from emp_llm.common.errors import UserError
-from emp_llm.options.calibration import CalibrationOptions
+from emp_llm.options.shared import CalibrationOptions
 
 HEAD = "{% for tool in tools or [] %}T{{ tool | tojson }}\n{% endfor %}"
 TURN = "{% for m in messages %}<{{ m.role }}>{% if m.content %}{{ m.content }}{% endif %}"

@@ -16,14 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from emp_llm import measure, prune, prune_model, recipe_of
 from emp_llm.common.errors import UserError
-from emp_llm.evaluation import perplexity
+from emp_llm.evaluation import evaluate
 from emp_llm.records.base import read_record
 from emp_llm.records.evaluation import CheckRecord, PerplexityRecord
-from emp_llm.records.results import MadeBy, ModelIdentity, PrunedBy, Results
-from emp_llm.records.run_report import RunReport
-from emp_llm.reporting.points import compare
+from emp_llm.records.run_report import MadeBy, ModelIdentity, PrunedBy, Results, RunReport
 from emp_llm.reporting.run_tables import check_lines, pruning_lines
-from emp_llm.reporting.studies import read_inputs
+from emp_llm.reporting.studies import compare, read_inputs
 
 Models = Callable[[str], Path]
 SAMPLES = 6
@@ -213,7 +211,7 @@ def test_where_nothing_is_measured(
     def fail(*_: Any, **__: Any) -> None:
         raise UserError("the model's loss is not finite")
 
-    monkeypatch.setattr(perplexity, "perplexity", fail)
+    monkeypatch.setattr(evaluate, "perplexity", fail)
     assert checked("without a number", **how) is None
     assert (
         "the perplexity of held-out text was not measured: the model's loss is not finite"
@@ -226,7 +224,7 @@ def test_where_nothing_is_measured(
             raise UserError("config.json cannot be read") from error
 
     # The same command, run again, has the number.
-    monkeypatch.setattr(perplexity, "perplexity", fault)
+    monkeypatch.setattr(evaluate, "perplexity", fault)
     with pytest.raises(UserError, match=r"config\.json cannot be read"):
         checked("on a failing disk", **how)
 
@@ -237,13 +235,13 @@ def test_a_mix_of_texts_has_some_of_each(
     other = tmp_path / "other.txt"
     other.write_text(text.read_text()[5000:])
     seen = []
-    measure = perplexity.perplexity
+    measure = evaluate.perplexity
 
     def perplexity_of(model: Any, tokens: torch.Tensor, *more: Any, **how: Any) -> Any:
         seen.append(tokens)
         return measure(model, tokens, *more, **how)
 
-    monkeypatch.setattr(perplexity, "perplexity", perplexity_of)
+    monkeypatch.setattr(evaluate, "perplexity", perplexity_of)
     prune(tiny_llama, output=tmp_path / "out", calibration=f"{text}:4,{other}:3", seqlen=LENGTH)
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
     first, second = (

@@ -21,8 +21,8 @@ from emp_llm.evaluation.comparison import (
 )
 from emp_llm.records.base import converted
 from emp_llm.records.evaluation import Measures, packed_answers
-from emp_llm.records.results import Results
-from emp_llm.reporting.points import compare
+from emp_llm.records.run_report import Results
+from emp_llm.reporting.studies import compare
 from emp_llm.study.tables import published_values
 
 WIKITEXT = {

@@ -15,7 +15,7 @@ from emp_llm.calibration import data as tokens
 from emp_llm.calibration.data import token_ids
 from emp_llm.calibration.texts import calibration_corpora, find_corpus
 from emp_llm.common.errors import UserError
-from emp_llm.records.corpus import Corpus
+from emp_llm.records.base import Corpus
 
 ROWS = [f"Row {i} says {'so ' * (i % 5)}it." for i in range(60)]
 

@@ -37,9 +37,8 @@ from emp_llm.pruning.masks import Pruner
 from emp_llm.records.run_report import read_report
 from emp_llm.runtime import SparseLinear, load
 from emp_llm.runtime.packed_rows import pack_rows
-from emp_llm.update.admm import admm
 from emp_llm.update.least_squares import output_error, refit_rows
-from emp_llm.update.sparsegpt import sparsegpt
+from emp_llm.update.update import admm, sparsegpt
 
 Models = Callable[[str], Path]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -28,8 +28,7 @@ from emp_llm.calibration import passes
 from emp_llm.checkpoint.files import read_own, write_own
 from emp_llm.common.errors import UserError
 from emp_llm.healing import training
-from emp_llm.healing.adam import Adam
-from emp_llm.healing.progress import Measure, Progress, UnfitError
+from emp_llm.healing.adam import Adam, Measure, Progress, UnfitError
 from emp_llm.models.masks import Masks
 from emp_llm.pruning import writing
 from emp_llm.structure import prune_structure

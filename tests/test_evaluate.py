@@ -20,7 +20,7 @@ from emp_llm import evaluate, prune
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import data_folder
 from emp_llm.evaluation import evaluate as evaluation
-from emp_llm.records.results import Results
+from emp_llm.records.run_report import Results
 
 DEMO = Path(__file__).parents[1] / "scripts" / "demo" / "model"
 

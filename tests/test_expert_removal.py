@@ -27,8 +27,8 @@ from emp_llm.common.errors import UserError
 from emp_llm.options.recipe import Structure
 from emp_llm.records.run_report import StructureRecord
 from emp_llm.structure import experts
-from emp_llm.structure.scores import unit_scores
-from emp_llm.structure.unit_model import unit_model
+from emp_llm.structure.choice import unit_scores
+from emp_llm.structure.prune_structure import unit_model
 from emp_llm.walk import update
 
 SIZES = {

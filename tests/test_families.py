@@ -21,15 +21,15 @@ from transformers import AutoModelForCausalLM
 from emp_llm import calibrate, prune, prune_model, verify
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
-from emp_llm.healing.memory import Sizes, hidden_width
+from emp_llm.healing.planning import Sizes, hidden_width
 from emp_llm.models.architecture import Architecture, by_names
 from emp_llm.models.blockwise import BlockwiseModel, Step
 from emp_llm.models.hooks import layer_hooks
 from emp_llm.models.layers import is_router
 from emp_llm.models.loading import load_model
 from emp_llm.models.modules import find_blocks, model_layers
-from emp_llm.options.calibration import Place
-from emp_llm.selection.statistics import NORM
+from emp_llm.options.shared import Place
+from emp_llm.selection.criteria import NORM
 
 COMMON: dict[str, Any] = {
     "vocab_size": 256,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 from emp_llm import heal, prune
-from emp_llm.evaluation.perplexity import perplexity
+from emp_llm.evaluation.evaluate import perplexity
 from emp_llm.models import attention
 from emp_llm.models.attention import FastAttention
 from emp_llm.models.loading import load_model

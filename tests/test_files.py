@@ -25,9 +25,9 @@ from emp_llm.checkpoint.files import (
     RunningHash,
     explain_disk_error,
     file_hash,
+    lock,
     write_bytes,
 )
-from emp_llm.checkpoint.locks import lock
 from emp_llm.common import machine
 from emp_llm.common.errors import ReadError, UserError, disk_sentence, format_bytes
 

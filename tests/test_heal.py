@@ -65,21 +65,20 @@ from emp_llm.checkpoint.files import file_hash, write_own
 from emp_llm.common import machine
 from emp_llm.common.errors import UserError, format_bytes
 from emp_llm.common.ranks import ranks
-from emp_llm.healing import adam, blocks, memory, progress
+from emp_llm.healing import adam, blocks, planning
 from emp_llm.healing import training as healing
-from emp_llm.healing.adam import rate_of
-from emp_llm.healing.checks import sequences_for, set_aside
-from emp_llm.healing.progress import Measure, Progress
+from emp_llm.healing.adam import Measure, Progress, rate_of
+from emp_llm.healing.planning import sequences_for, set_aside
 from emp_llm.models import blockwise
 from emp_llm.models.blockwise import BlockwiseModel, HiddenStates, Step
 from emp_llm.models.loading import load_tokenizer
 from emp_llm.models.masks import Masks
-from emp_llm.options.calibration import CalibrationOptions
+from emp_llm.options.shared import CalibrationOptions
 from emp_llm.pruning import updates
 from emp_llm.records.base import read_record
 from emp_llm.records.run_report import RunReport
 from emp_llm.reporting.run_tables import check_lines, healing_lines
-from emp_llm.walk.moved import UpdatedWeights
+from emp_llm.walk.updated import UpdatedWeights
 
 Models = Callable[[str], Path]
 STEPS = 4
@@ -385,14 +384,14 @@ def test_checkpoints_are_written_beside_the_training_of_a_gpu(
     """With copies of the weights as they were: the training goes on while they are written."""
     monkeypatch.setattr(adam.Adam, "on_cpu", False)
     writers = set[str]()
-    write = progress.Progress._write
+    write = adam.Progress._write
 
     def slow(self: Any, *rest: Any) -> None:
         writers.add(threading.current_thread().name)
         time.sleep(0.2)
         write(self, *rest)
 
-    monkeypatch.setattr(progress.Progress, "_write", slow)
+    monkeypatch.setattr(adam.Progress, "_write", slow)
     with stopped_in_step(3):
         llama.short("killed/out")
     llama.resumes(whole)
@@ -406,11 +405,11 @@ def test_less_memory_changes_nothing_but_rounding(
     sequences at a time.
     """
     plain = read_record(whole / "out" / "emp_report.json", RunReport)
-    monkeypatch.setattr(memory, "down_from", lambda most: [4])
+    monkeypatch.setattr(planning, "down_from", lambda most: [4])
     monkeypatch.setattr(healing, "_PIECE", 1)
-    planned = memory._whole
+    planned = planning._whole
     monkeypatch.setattr(
-        memory, "_whole", lambda *given: replace(planned(*given), checkpointing=True)
+        planning, "_whole", lambda *given: replace(planned(*given), checkpointing=True)
     )
     walks = list[int]()
     keep = healing._DenseLogits._keep
@@ -429,7 +428,7 @@ def test_less_memory_changes_nothing_but_rounding(
 def test_a_healing_that_is_killed_after_its_last_checkpoint(llama: Runs, whole: Path) -> None:
     """It trains no step more, however often it is killed there."""
     for _ in range(2):
-        with stopped(progress.Progress, "load"):
+        with stopped(adam.Progress, "load"):
             llama.short("killed/out")
     assert llama.resumes(whole).healing.steps == STEPS
 
@@ -495,7 +494,7 @@ def test_a_disk_that_is_full_in_the_training(
     llama: Runs, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint that is not whole is not taken up."""
-    write = progress.write_bytes
+    write = adam.write_bytes
     second = llama.folder / "killed" / ".out.partial" / "healing" / "step-2"
 
     def fail(path: Path, content: bytes) -> None:
@@ -505,7 +504,7 @@ def test_a_disk_that_is_full_in_the_training(
         write(path, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(progress, "write_bytes", fail)
+        patch.setattr(adam, "write_bytes", fail)
         says = r"killed/out: the disk is full.*the same command resumes"
         with pytest.raises(UserError, match=says):
             llama.short("killed/out")
@@ -598,7 +597,7 @@ def test_too_little_memory_for_the_whole_model(
     """
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     free = 400_000  # enough for a block
-    monkeypatch.setattr(memory, "available_memory", lambda: free)
+    monkeypatch.setattr(planning, "available_memory", lambda: free)
     runs = replace(llama, given=llama.given | {"device_map": "auto"})
     run = partial(runs.short, heal_steps=1)
     with stopped(blocks, "_heal"):
@@ -669,7 +668,7 @@ def test_a_layer_that_no_batch_calls(
     """As an expert that no token reaches: it keeps its weights, and the others heal. With and
     without bfloat16 products.
     """
-    for module in (healing, memory):
+    for module in (healing, planning):
         monkeypatch.setattr(module, "has_bfloat16", lambda device: instructions)
     monkeypatch.setattr(
         LlamaMLP, "forward", lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)))
@@ -684,7 +683,7 @@ def test_norms_heal_in_bfloat16_too(
     models: Models, llama: Runs, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """torch's layer_norm takes no weight of another dtype than its input's."""
-    for module in (healing, memory):
+    for module in (healing, planning):
         monkeypatch.setattr(module, "has_bfloat16", lambda device: True)
     runs = replace(llama, model=models(family))
     plain, healed, _ = runs.both(method="magnitude", heal_weights="all")

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
-from emp_llm.healing import memory
-from emp_llm.healing.memory import HealingPlan, Sizes, plan_healing
+from emp_llm.healing import planning
+from emp_llm.healing.planning import HealingPlan, Sizes, plan_healing
 from emp_llm.models.architecture import Architecture
 from emp_llm.models.loading import build_skeleton
 from emp_llm.options.recipe import Heal, Recipe, Wanda
@@ -67,13 +67,13 @@ def sizes_of(name: str, samples: int = 128) -> Sizes:
     ],
 )
 def test_what_heals_whole(name: str, room: int, expected: tuple[int, bool] | None) -> None:
-    plan = memory._whole(sizes_of(name), "auto", {"cuda:0": room}, [4, 2, 1], "auto")
+    plan = planning._whole(sizes_of(name), "auto", {"cuda:0": room}, [4, 2, 1], "auto")
     assert (plan and (plan.at_once, plan.checkpointing)) == expected
 
 
 def test_a_model_of_70_billion_weights_is_spread_over_eight_cards() -> None:
     free = {f"cuda:{number}": GB80 for number in range(8)}
-    plan = memory._whole(sizes_of("LLaMA-3-70B"), "auto", free, [4, 2, 1], "auto")
+    plan = planning._whole(sizes_of("LLaMA-3-70B"), "auto", free, [4, 2, 1], "auto")
     assert isinstance(plan, HealingPlan)
     assert plan.device_map == "balanced"
 
@@ -141,7 +141,7 @@ def plan(model: Path, heal: Heal | None = None, **how: Any) -> HealingPlan:
 
 def test_a_plan_by_the_free_memory(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     free = 10**12
-    monkeypatch.setattr(memory, "available_memory", lambda: free)
+    monkeypatch.setattr(planning, "available_memory", lambda: free)
     whole = plan(models("llama"))
     assert (whole.by, whole.device_map, whole.at_once, whole.checkpointing) == (
         "model",

@@ -21,10 +21,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from emp_llm import bench, evaluate, generate, pack, prune, prune_model, recipe_of
-from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.checkpoint import Checkpoint, header_text, read_header
 from emp_llm.checkpoint.files import file_hash, read_json
-from emp_llm.checkpoint.headers import header_text, read_header
-from emp_llm.checkpoint.packed_format import packed_name
+from emp_llm.checkpoint.packed import packed_name
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import PACK_NAME
 from emp_llm.models.architecture import Architecture

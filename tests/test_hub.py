@@ -20,8 +20,8 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import http_backoff
 
 from emp_llm.common.errors import UserError
-from emp_llm.hub import client as hub_calls
-from emp_llm.hub.client import HUB_ERRORS, explain_hub_errors, with_retries
+from emp_llm.models import hub as hub_calls
+from emp_llm.models.hub import HUB_ERRORS, explain_hub_errors, with_retries
 
 NOT_CACHED = "not (or not all of it) in the Hub cache, and the Hub cannot be reached"
 NOTHING = (

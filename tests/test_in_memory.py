@@ -34,7 +34,7 @@ from emp_llm import (
 )
 from emp_llm.cli import COMMANDS
 from emp_llm.common.errors import UserError
-from emp_llm.options.flat import recipe_of
+from emp_llm.options.words import recipe_of
 from emp_llm.runtime import load as packed_model
 
 Models = Callable[[str], Path]

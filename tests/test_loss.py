@@ -27,9 +27,9 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError
 from emp_llm.models.loading import load_tokenizer
-from emp_llm.options.calibration import CalibrationOptions
-from emp_llm.options.flat import recipe_of
 from emp_llm.options.recipe import Pattern
+from emp_llm.options.shared import CalibrationOptions
+from emp_llm.options.words import recipe_of
 from emp_llm.records.run_report import LossRecord, RunReport
 from emp_llm.reporting.run_tables import measure_table
 from emp_llm.runs import loss_budget, trials

@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from emp_llm.models.architecture import Target
-from emp_llm.options.flat import recipe_of
-from emp_llm.pruning.chosen import targets_of_folder
-from emp_llm.pruning.counts import counts_of
+from emp_llm.options.words import recipe_of
+from emp_llm.pruning.counts import counts_of, targets_of_folder
 from emp_llm.pruning.masks import Chunk, Pruner
 from emp_llm.pruning.scores import Scores
 from emp_llm.selection.criteria import InputStatistics, magnitude, wanda

@@ -16,7 +16,7 @@ from conftest import Run
 from safetensors.torch import load_file, save_file
 
 from emp_llm import measure, prune
-from emp_llm.records.measure import Measure
+from emp_llm.records.run_report import Measure
 from emp_llm.reporting.run_tables import measure_table
 
 Models = Callable[[str], Path]

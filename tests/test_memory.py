@@ -12,7 +12,7 @@ import torch
 from accelerate.hooks import AlignDevicesHook
 
 from emp_llm.common.machine import OutOfMemory, available_memory
-from emp_llm.evaluation.perplexity import _logits
+from emp_llm.evaluation.evaluate import _logits
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import load_model
 

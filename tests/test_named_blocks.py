@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from emp_llm import pack, prune, reapply_mask, verify
 from emp_llm.common.errors import UserError
-from emp_llm.models.reapply import masks_in
+from emp_llm.models.masks import masks_in
 
 BLOCKS = "model.language_model.layers"
 VISION = {

@@ -17,13 +17,11 @@ from runs import check_verified
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from emp_llm import calibrate, measure, prune, prune_model, recipe_of, report, sweep, verify
-from emp_llm.calibration import input_sums
-from emp_llm.calibration.activations import Activations
-from emp_llm.calibration.input_sums import InputSums
+from emp_llm.calibration import activations
+from emp_llm.calibration.activations import Activations, InputSums
 from emp_llm.common.errors import UserError
 from emp_llm.options.recipe import Score
-from emp_llm.selection.criteria import Criterion
-from emp_llm.selection.statistics import STATISTICS, Statistic
+from emp_llm.selection.criteria import STATISTICS, Criterion, Statistic
 
 Models = Callable[[str], Path]
 CODE = """
@@ -217,7 +215,7 @@ def test_ranks_combine_it(monkeypatch: pytest.MonkeyPatch) -> None:
         shown.append(value)
         return shown
 
-    monkeypatch.setattr(input_sums, "ranks", lambda: SimpleNamespace(count=2, gather=gather))
+    monkeypatch.setattr(activations, "ranks", lambda: SimpleNamespace(count=2, gather=gather))
     for sums in of_ranks:
         sums.reduce()
     combined = of_ranks[1].activations([SimpleNamespace(name="layer")])

@@ -18,9 +18,9 @@ from emp_llm import prune
 from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Structure
-from emp_llm.structure.neurons import Neurons
-from emp_llm.structure.scores import unit_scores
-from emp_llm.structure.unit_model import KINDS, unit_model
+from emp_llm.structure.choice import unit_scores
+from emp_llm.structure.parts import Neurons
+from emp_llm.structure.prune_structure import KINDS, unit_model
 from emp_llm.structure.units import UnitModel
 
 UP = "model.layers.1.mlp.up_proj.weight"

@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from emp_llm import prune
-from emp_llm.calibration.activations import Activations
-from emp_llm.calibration.input_sums import InputSums
-from emp_llm.records.corpus import Corpus
-from emp_llm.records.source import TextRecord
-from emp_llm.selection.statistics import NORM, RELATIVE
+from emp_llm.calibration.activations import Activations, InputSums
+from emp_llm.records.base import Corpus, TextRecord
+from emp_llm.selection.criteria import NORM, RELATIVE
 
 
 def test_the_digest_covers_norms_relative_to_the_outputs() -> None:

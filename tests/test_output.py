@@ -18,12 +18,11 @@ from stops import Killed, stopped, stopped_when
 from emp_llm import pack, prune, report, unpack
 from emp_llm.calibration.activations import Activations
 from emp_llm.checkpoint import output
-from emp_llm.checkpoint.files import write_bytes
-from emp_llm.checkpoint.locks import FileLock, lock
+from emp_llm.checkpoint.files import FileLock, lock, write_bytes
 from emp_llm.checkpoint.output import OutputFile, OutputFolder, write_folder
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import CARD_MARK
-from emp_llm.records.source import CalibrationRecord
+from emp_llm.records.base import CalibrationRecord
 
 
 def test_activations_file_depends_only_on_its_content(tmp_path: Path) -> None:

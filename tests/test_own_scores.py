@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from emp_llm import masks_of, measure, prune, report, sweep, verify
 from emp_llm.common.errors import UserError
-from emp_llm.options.flat import recipe_of
 from emp_llm.options.recipe import Recipe
+from emp_llm.options.words import recipe_of
 from emp_llm.selection.criteria import InputStatistics
 
 CODE = '''

@@ -23,7 +23,8 @@ from tiny import weights_of
 from transformers import AutoModelForCausalLM
 
 from emp_llm import pack, unpack, verify
-from emp_llm.checkpoint.bits import (
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.matrices import (
     join_planes,
     mask_of,
     nonzero_words,
@@ -31,9 +32,14 @@ from emp_llm.checkpoint.bits import (
     split_planes,
     zstd_frames,
 )
-from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.packed_format import PackedFolder, PackLayout
-from emp_llm.checkpoint.packing import PackedSizes, other_files, pack_checkpoint, unpack_folder
+from emp_llm.checkpoint.packed import (
+    PackedFolder,
+    PackedSizes,
+    PackLayout,
+    other_files,
+    pack_checkpoint,
+    unpack_folder,
+)
 from emp_llm.common.errors import UserError
 
 Models = Callable[[str], Path]

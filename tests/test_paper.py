@@ -45,8 +45,8 @@ from weight_pruning import (
 from emp_llm import plan
 from emp_llm.cli import main
 from emp_llm.common.errors import UserError
-from emp_llm.in_memory.prune_model import prune_model
-from emp_llm.options.flat import recipe_of
+from emp_llm.options.words import recipe_of
+from emp_llm.runs.prune_model import prune_model
 from emp_llm.selection.effective import effective_mask
 
 # script -> the arguments of a quick run

@@ -14,9 +14,9 @@ import torch
 from accelerate.utils import OffloadedWeightsLoader
 
 from emp_llm.common.errors import UserError
-from emp_llm.evaluation.perplexity import block_length, perplexity
+from emp_llm.evaluation.evaluate import block_length, perplexity
 from emp_llm.models.loading import load_model
-from emp_llm.records.corpus import Corpus
+from emp_llm.records.base import Corpus
 from emp_llm.records.evaluation import PerplexityRecord
 
 

@@ -21,7 +21,7 @@ from emp_llm import calibrate, evaluate, heal_model, masks_of, prune_model, reci
 from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import ranks
 from emp_llm.healing import training
-from emp_llm.in_memory.model_report import ModelReport
+from emp_llm.runs.prune_model import ModelReport
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 TEXT = {"samples": 4, "seqlen": 32, "batch_size": 1, "device_map": "cpu"}

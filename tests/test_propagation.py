@@ -26,8 +26,8 @@ from emp_llm.models.architecture import Architecture
 from emp_llm.models.blockwise import BlockwiseModel, Walk
 from emp_llm.models.layers import Layer
 from emp_llm.models.loading import build_skeleton, load_model
-from emp_llm.options.calibration import Place
-from emp_llm.options.flat import recipe_of
+from emp_llm.options.shared import Place
+from emp_llm.options.words import recipe_of
 from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.masks import Pruner
 from emp_llm.pruning.scores import Scores

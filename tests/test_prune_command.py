@@ -29,8 +29,8 @@ from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.cli import help_groups, options_from, parse
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import versions
-from emp_llm.options.base import parse_numbers
 from emp_llm.options.prune import check_recipe
+from emp_llm.options.shared import parse_numbers
 from emp_llm.pruning.dry_run import DryRun
 from emp_llm.records.run_report import read_report
 

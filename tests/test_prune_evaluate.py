@@ -16,10 +16,10 @@ from runs import check_verified, report_of, save_run
 from suites import TASKS, Models
 
 from emp_llm import evaluate, prune
-from emp_llm.checkpoint.locks import FileLock
+from emp_llm.checkpoint.files import FileLock
 from emp_llm.common.errors import UserError
 from emp_llm.models.one_model import OneModel
-from emp_llm.records.results import Results
+from emp_llm.records.run_report import Results
 
 Values = dict[str, Any]
 

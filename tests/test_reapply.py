@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainin
 
 from emp_llm import SparsityCallback, pack, prune, reapply_mask
 from emp_llm.common.errors import UserError
-from emp_llm.models.reapply import masks_in
+from emp_llm.models.masks import masks_in
 
 Models = Callable[[str], Path]
 FAMILIES = ("llama", "gpt2", "mixtral", "gpt_neox")

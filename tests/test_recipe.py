@@ -40,7 +40,7 @@ from emp_llm.options.recipe import Counts, Score, Structure, UnitScore
 from emp_llm.pruning.scores import as_recorded
 from emp_llm.pruning.writing import read_manifest
 from emp_llm.records.base import record_of
-from emp_llm.records.manifest import Manifest
+from emp_llm.records.run_report import Manifest
 from emp_llm.update.update import Search, Update
 
 

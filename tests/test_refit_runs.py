@@ -29,7 +29,7 @@ from emp_llm.models.blockwise import HiddenStates
 from emp_llm.pruning import writing
 from emp_llm.records.run_report import read_report
 from emp_llm.walk import update as walk
-from emp_llm.walk.moved import UpdatedWeights
+from emp_llm.walk.updated import UpdatedWeights
 
 Models = Callable[[str], Path]
 METHODS: dict[str, dict[str, Any]] = {

@@ -29,8 +29,8 @@ from emp_llm import (
     unpack,
 )
 from emp_llm.common.errors import UserError
-from emp_llm.in_memory import prune_model as in_memory
 from emp_llm.models.blockwise import HiddenStates
+from emp_llm.runs import prune_model as in_memory
 from emp_llm.walk.update import Block
 
 Models = Callable[[str], Path]

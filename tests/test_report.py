@@ -15,15 +15,17 @@ from tiny import weights_of
 from emp_llm import Own, Recipe, effective_mass, effective_number, prune
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation.comparison import Change, Value
-from emp_llm.options.flat import recipe_of
+from emp_llm.options.words import recipe_of
 from emp_llm.records.run_report import read_report
-from emp_llm.reporting.points import all_columns, cells_of, point_rows
 from emp_llm.reporting.run_tables import pruning_table
 from emp_llm.reporting.studies import (
     Point,
     Study,
     SuiteResult,
+    all_columns,
+    cells_of,
     curves,
+    point_rows,
     studies,
 )
 

@@ -26,7 +26,7 @@ import transformers
 from stops import Killed, save_each_block
 
 from emp_llm import calibrate, prune
-from emp_llm.checkpoint.locks import FileLock
+from emp_llm.checkpoint.files import FileLock
 from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
 from emp_llm.models.blockwise import Step
@@ -214,7 +214,7 @@ from dataclasses import dataclass
 import numpy as np
 from emp_llm.options.recipe import Score
 from emp_llm.selection.criteria import own_criterion
-from emp_llm.update.admm import Admm
+from emp_llm.update.update import Admm
 
 
 def tabled(weight):

@@ -32,15 +32,15 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import emp_llm
-from emp_llm.checkpoint.headers import StoredTensor
-from emp_llm.checkpoint.packed_format import PackedFolder, PackedShard
+from emp_llm.checkpoint.checkpoint import StoredTensor
+from emp_llm.checkpoint.packed import PackedFolder, PackedShard
 from emp_llm.commands import bench as bench_file
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import torch_openmp
 from emp_llm.records.base import read_record
-from emp_llm.records.bench import Bench
-from emp_llm.records.results import Results
-from emp_llm.runtime import SparseLinear, cpu_kernel, load, sparse_linear
+from emp_llm.records.evaluation import Bench
+from emp_llm.records.run_report import Results
+from emp_llm.runtime import SparseLinear, cpu_kernel, load, loader
 from emp_llm.runtime.cpu_kernel import (
     INSTRUCTIONS,
     CpuProducts,
@@ -49,9 +49,8 @@ from emp_llm.runtime.cpu_kernel import (
     product_module,
     tile_module,
 )
-from emp_llm.runtime.loader import NEVER, sparse_layers
+from emp_llm.runtime.loader import NEVER, products_of, sparse_layers
 from emp_llm.runtime.packed_rows import PackedRows, pack_rows, torch_product
-from emp_llm.runtime.sparse_linear import products_of
 
 Models = Callable[[str], Path]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -259,15 +258,15 @@ def test_it_is_a_linear_layer() -> None:
 def test_without_a_compiler(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sparse_linear.cpu_instructions.cache_clear()
-    monkeypatch.setattr(sparse_linear, "find_spec", lambda name: None)
+    loader.cpu_instructions.cache_clear()
+    monkeypatch.setattr(loader, "find_spec", lambda name: None)
     weight = sparse_matrix(8, 70, 0.5, torch.bfloat16)
     x = torch.randn(3, 70).bfloat16()
     try:
         for _ in range(2):
             check_product(SparseLinear(pack_rows(weight))(x), x, weight)
     finally:
-        sparse_linear.cpu_instructions.cache_clear()
+        loader.cpu_instructions.cache_clear()
     assert caplog.text.count("numba is missing") == 1
 
 

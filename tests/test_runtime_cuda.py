@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kernel_cases import DTYPES, bits
 from torch import Tensor, nn
 
-from emp_llm.runtime import SparseLinear, sparse_linear
+from emp_llm.runtime import SparseLinear, loader
 from emp_llm.runtime.packed_rows import pack_rows
 
 pytest.importorskip("triton")
@@ -176,9 +176,9 @@ def test_a_sparse_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     bias = nn.Parameter(torch.arange(7.0), requires_grad=False)
     x = inputs(6, 72, torch.float32).view(2, 3, 72).to(DEVICE)
     wanted = x.cpu() @ weight.T + bias
-    monkeypatch.setattr(sparse_linear, "cpu_instructions", lambda dtype: None)
+    monkeypatch.setattr(loader, "cpu_instructions", lambda dtype: None)
     for runs, name in ((True, "CudaProducts"), (False, "partial")):
-        monkeypatch.setattr(sparse_linear, "runs_triton", lambda device, runs=runs: runs)
+        monkeypatch.setattr(loader, "runs_triton", lambda device, runs=runs: runs)
         layer = SparseLinear(pack_rows(weight), bias).to(DEVICE)
         assert torch.allclose(layer(x).cpu(), wanted, atol=1e-4)
         assert type(layer._products).__name__ == name

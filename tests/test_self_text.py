@@ -21,7 +21,7 @@ from test_conversations import TEMPLATE, write
 from emp_llm import calibrate, measure, prune, sweep
 from emp_llm.calibration import data
 from emp_llm.calibration.activations import Activations
-from emp_llm.checkpoint.locks import lock
+from emp_llm.checkpoint.files import lock
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import cache_folder
 from emp_llm.pruning.dry_run import DryRun

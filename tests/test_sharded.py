@@ -29,7 +29,7 @@ from emp_llm import (
     reapply_mask,
 )
 from emp_llm.common.errors import UserError
-from emp_llm.models.reapply import masks_in
+from emp_llm.models.masks import masks_in
 
 Models = Callable[[str], Path]
 STEPS = 3

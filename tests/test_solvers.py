@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from emp_llm.selection.rule import NonFiniteError
-from emp_llm.update.admm import admm
 from emp_llm.update.least_squares import (
     add_moments,
     add_product,
@@ -22,8 +21,7 @@ from emp_llm.update.least_squares import (
     symmetric,
     workspace_bytes,
 )
-from emp_llm.update.sparsegpt import sparsegpt
-from emp_llm.update.update import damping_for
+from emp_llm.update.update import admm, damping_for, sparsegpt
 
 KINDS = ("plain", "massive", "correlated", "few tokens")
 

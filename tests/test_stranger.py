@@ -20,8 +20,7 @@ from emp_llm.calibration.activations import METADATA_KEY, Activations
 from emp_llm.checkpoint.files import file_hash, own_line
 from emp_llm.pruning.scores import GivenScores
 from emp_llm.records.base import FileRecord, read_record
-from emp_llm.records.run_report import read_report
-from emp_llm.records.sweep import read_sweep
+from emp_llm.records.run_report import read_report, read_sweep
 from emp_llm.study.plan import Study, StudyModel, StudyPoint, study_text
 
 # In the folder of the checkpoint, where a record may lead, and in the current folder.

@@ -23,19 +23,18 @@ from transformers import AutoModelForCausalLM
 from emp_llm import prune, report, verify
 from emp_llm.calibration.data import token_ids
 from emp_llm.calibration.texts import find_corpus
-from emp_llm.checkpoint.headers import StoredTensor
+from emp_llm.checkpoint.checkpoint import StoredTensor
 from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import Target
 from emp_llm.models.layers import Layer
-from emp_llm.options.flat import recipe_of
 from emp_llm.options.recipe import Structure
+from emp_llm.options.words import recipe_of
 from emp_llm.records.run_report import RunReport, StructureRecord
 from emp_llm.structure import writing
 from emp_llm.structure.choice import choose_units
-from emp_llm.structure.neurons import Neurons
-from emp_llm.structure.parts import Parts
-from emp_llm.structure.unit_model import unit_model
+from emp_llm.structure.parts import Neurons, Parts
+from emp_llm.structure.prune_structure import unit_model
 
 # What cannot be removed: config.json has no number of heads apart from the width, or the heads
 # share a norm.

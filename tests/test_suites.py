@@ -10,8 +10,8 @@ from suites import few_task_files
 
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import data_folder
-from emp_llm.evaluation.suites import Task, find_suite, suite_of
-from emp_llm.options.evaluation import SuiteOptions
+from emp_llm.evaluation.results import Task, find_suite, suite_of
+from emp_llm.options.shared import SuiteOptions
 
 SEVEN = ["boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa"]
 

@@ -23,15 +23,15 @@ from emp_llm.checkpoint.files import own_line
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation import evaluate
 from emp_llm.evaluation.evaluate import measure, prepare_suite
-from emp_llm.evaluation.suites import find_suite
+from emp_llm.evaluation.results import find_suite
 from emp_llm.models import loading
 from emp_llm.models.loading import load_model, load_tokenizer
-from emp_llm.options.flat import RecipeWords
 from emp_llm.options.recipe import Match, Pattern, Recipe
 from emp_llm.options.sweep import SweepOptions, plan_points
-from emp_llm.records.sweep import read_sweep
-from emp_llm.reporting.points import sweep_table
-from emp_llm.runs.sweep_folder import SweepFolder
+from emp_llm.options.words import RecipeWords
+from emp_llm.records.run_report import read_sweep
+from emp_llm.reporting.studies import sweep_table
+from emp_llm.runs.sweep import SweepFolder
 
 Models = Callable[[str], Path]
 Record = dict[str, Any]

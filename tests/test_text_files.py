@@ -17,13 +17,13 @@ from conftest import Run
 from msgspec.structs import replace
 from tiny import make_tokenizer
 
-from emp_llm.calibration import text_files
+from emp_llm.calibration import texts
 from emp_llm.calibration.data import data_in_memory, token_ids
 from emp_llm.calibration.texts import calibration_corpora, find_corpus, text_rows
 from emp_llm.common.errors import UserError
-from emp_llm.evaluation.suites import find_suite
-from emp_llm.options.calibration import CalibrationOptions
-from emp_llm.records.corpus import Corpus
+from emp_llm.evaluation.results import find_suite
+from emp_llm.options.shared import CalibrationOptions
+from emp_llm.records.base import Corpus
 
 ROWS: list[Any] = [{"text": "one"}, {"text": None}, {"other": 1}, None, {"text": 7}, {"text": ""}]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -219,5 +219,5 @@ def test_a_command_says_what_it_skipped(tiny_llama: Path, tmp_path: Path, comman
     done = command(f"calibrate --model {tiny_llama} --calibration", "my, rows.jsonl.gz", *options)
     assert "4 of the" in done.stderr
     assert (tmp_path / "norms.safetensors").is_file()
-    assert text_files.ending_of("my, rows.jsonl.gz") == ".jsonl"
+    assert texts.ending_of("my, rows.jsonl.gz") == ".jsonl"
     assert logging.getLogger("emp_llm").level == 0

@@ -18,7 +18,7 @@ from emp_llm.calibration import data
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.data import CalibrationText, read_text
 from emp_llm.common.errors import UserError
-from emp_llm.options.calibration import CalibrationOptions
+from emp_llm.options.shared import CalibrationOptions
 
 LENGTH = 24
 

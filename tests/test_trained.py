@@ -42,7 +42,7 @@ from emp_llm import (
 )
 from emp_llm import report as page
 from emp_llm.common.errors import UserError, format_bytes
-from emp_llm.models.reapply import masks_in
+from emp_llm.models.masks import masks_in
 from emp_llm.records.run_report import read_report
 
 Models = Callable[[str], Path]

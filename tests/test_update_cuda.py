@@ -8,8 +8,8 @@ from test_solvers import inputs_of, layer, moments, slow_sparsegpt
 from emp_llm.common import machine
 from emp_llm.selection.reference import keep_mask, order_keys, row_cuts
 from emp_llm.update import least_squares
-from emp_llm.update import sparsegpt as module
-from emp_llm.update.sparsegpt import sparsegpt
+from emp_llm.update import update as module
+from emp_llm.update.update import sparsegpt
 
 pytest.importorskip("triton")
 # Without a GPU, conftest sets TRITON_INTERPRET before these imports.

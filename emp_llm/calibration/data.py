@@ -28,18 +28,16 @@ from torch.utils.data import IterableDataset
 from transformers import GenerationConfig, PreTrainedModel
 
 from emp_llm.calibration.chat import IDS_COLUMN, Chat, chat_text, text_column, text_in
-from emp_llm.calibration.text_files import plain
 from emp_llm.calibration.texts import (
     calibration_corpora,
     check_length,
     for_model,
     generates,
+    plain,
     text_rows,
 )
-from emp_llm.checkpoint.agreement import check_agreement
-from emp_llm.checkpoint.checkpoint import Checkpoint, config_digest, identity_of
-from emp_llm.checkpoint.files import room_for, unfinished, write_bytes
-from emp_llm.checkpoint.locks import lock
+from emp_llm.checkpoint.checkpoint import Checkpoint, check_agreement, config_digest, identity_of
+from emp_llm.checkpoint.files import lock, room_for, unfinished, write_bytes
 from emp_llm.common.declared import check_type
 from emp_llm.common.errors import UserError, count_of, repair_text, shorten_list
 from emp_llm.common.machine import enough_memory
@@ -48,14 +46,12 @@ from emp_llm.common.progress import progress_bar
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Architecture
 from emp_llm.models.blockwise import NOT_BY_BLOCKS
-from emp_llm.models.loading import check_head, load_tokenizer
+from emp_llm.models.loading import check_head, execution_device, load_tokenizer
 from emp_llm.models.modules import finite_logits
-from emp_llm.models.offload import execution_device
 from emp_llm.models.one_model import OneModel
 from emp_llm.models.placement import Quantization, check_ids, max_context
-from emp_llm.options.base import check_values
-from emp_llm.options.calibration import CalibrationOptions, Propagate
-from emp_llm.records.corpus import Corpus, samples_of
+from emp_llm.options.shared import CalibrationOptions, Propagate, check_values
+from emp_llm.records.base import Corpus, samples_of
 
 logger = logging.getLogger(__name__)
 IN_MEMORY = "data in memory"  # the name of the text in records

@@ -39,9 +39,8 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from emp_llm.calibration.activations import Activations
+from emp_llm.calibration.activations import Activations, InputSums, input_hooks
 from emp_llm.calibration.data import IN_MEMORY, CalibrationText
-from emp_llm.calibration.input_sums import InputSums, input_hooks
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.checkpoint.files import (
     is_intact,
@@ -59,6 +58,7 @@ from emp_llm.models.architecture import Target
 from emp_llm.models.attention import fast_attention
 from emp_llm.models.blockwise import BlockwiseModel, InseparableError, Walk, decoder_ids
 from emp_llm.models.layers import Layer
+from emp_llm.models.loading import execution_device, is_offloaded
 from emp_llm.models.modules import (
     as_created,
     body_of,
@@ -68,12 +68,11 @@ from emp_llm.models.modules import (
     set_to_zero,
     weight_of,
 )
-from emp_llm.models.offload import execution_device, is_offloaded
 from emp_llm.models.placement import Quantization, quantization_record
-from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.options.recipe import Match, Recipe
-from emp_llm.records.source import CalibrationRecord, ModelIdentity
-from emp_llm.selection.statistics import NORM
+from emp_llm.options.shared import CalibrationOptions, Propagate
+from emp_llm.records.base import CalibrationRecord, ModelIdentity
+from emp_llm.selection.criteria import NORM
 
 logger = logging.getLogger(__name__)
 # A context around the call with a batch, given its first argument.

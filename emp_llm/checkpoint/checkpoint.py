@@ -1,25 +1,36 @@
-"""Checkpoints on disk: safetensors shards with their index and config, the position of each
-tensor's bytes, and the identity.
+"""Headers of untrusted safetensors files.
 
-No shard is loaded as a whole: bytes are read by position. The folder is not trusted. Its identity
-is a hash of all shards, so that different models have different identities. The files are hashed
-once, and the hashes are cached by path, size, inode and change time. Dates of modification tell
-nothing: `cp -p`, `rsync -a` and `tar` set them.
+Sizes claimed by a file are checked before memory is allocated, and a contradictory header is
+refused in a sentence.
 """
 
 import hashlib
-from collections.abc import Iterable
+import json
+import math
+import os
+import socket
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from blake3 import blake3
 
-from emp_llm.checkpoint.files import INDEX_LIMIT, FilePool, file_hash, read_json, write_json
-from emp_llm.checkpoint.headers import StoredTensor, read_header
-from emp_llm.common.errors import UserError, quotable
+from emp_llm.checkpoint.files import (
+    INDEX_LIMIT,
+    FilePool,
+    file_hash,
+    parse_json,
+    read_json,
+    unique_keys,
+    write_json,
+)
+from emp_llm.checkpoint.output import first_difference
+from emp_llm.common.errors import UserError, quotable, reason
+from emp_llm.common.machine import versions
 from emp_llm.common.paths import (
     CARD_NAME,
     EXTRAS,
@@ -33,6 +44,161 @@ from emp_llm.common.paths import (
     file_state,
     is_hidden,
 )
+from emp_llm.common.ranks import ranks
+
+HEADER_LIMIT = 100_000_000  # the limit in safetensors
+_DIMENSIONS = 32
+_LARGEST = 1 << 63
+BITS = {  # bits per number, by the safetensors name of the dtype
+    "F4": 4,
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(
+        ("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8
+    ),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a shard.
+
+    Attributes:
+        name: its name in the checkpoint.
+        shard: its file.
+        dtype: its safetensors name ("BF16").
+        shape: as stored.
+        start, end: offsets in the file of the first byte and of the byte after the last one.
+    """
+
+    name: str
+    shard: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def read_header(shard: Path) -> list[StoredTensor]:
+    """The tensors of a safetensors file in the order of their bytes. Every byte after the header
+    belongs to exactly one tensor.
+
+    Raises:
+        UserError: the file is truncated or corrupt, or its header is invalid.
+    """
+    try:
+        return parse_header(header_text(shard), shard, shard.stat().st_size)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{shard}: not a complete safetensors file ({reason(error)}). Download or "
+            "convert it again."
+        ) from error
+
+
+def header_text(shard: Path) -> bytes:
+    """The JSON text of a safetensors file's header, with its trailing spaces; ValueError if it is
+    incomplete.
+    """
+    with shard.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise ValueError("it ends before its header does")
+        if length > HEADER_LIMIT:
+            raise ValueError(
+                f"its header claims {length:,} bytes, and {HEADER_LIMIT:,} are allowed"
+            )
+        return file.read(length)
+
+
+def parse_header(raw: bytes, shard: Path, size: int) -> list[StoredTensor]:
+    """The tensors of a safetensors file of `size` bytes, from the JSON text of its header;
+    ValueError if the header is invalid.
+    """
+    if not raw.startswith(b"{"):
+        raise ValueError("its header is not a JSON object")
+    header = parse_json(
+        raw,
+        object_pairs_hook=unique_keys,
+        parse_int=_whole,
+        parse_float=_no_number,
+        parse_constant=_no_number,
+    )
+    _check_metadata(header.pop("__metadata__", {}))
+    tensors = [_tensor(name, entry, shard, 8 + len(raw), size) for name, entry in header.items()]
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
+    position = 8 + len(raw)
+    for tensor in tensors:
+        if tensor.start < position:
+            raise ValueError(f"tensor {quotable(tensor.name)} overlaps the tensor before it")
+        if tensor.start > position:
+            raise ValueError(f"tensor {quotable(tensor.name)} leaves a gap before it")
+        position = tensor.end
+    if position != size:
+        raise ValueError(f"{size - position:,} bytes at its end belong to no tensor")
+    return tensors
+
+
+def _whole(text: str) -> int:
+    return int(text) if text != "-0" else _no_number(text)
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{quotable(text)} is not a whole number")
+
+
+def _check_metadata(metadata: Any) -> None:
+    if metadata is None:  # as safetensors reads it
+        return
+    is_map = isinstance(metadata, dict)
+    if not is_map or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its __metadata__ is not a map of strings")
+
+
+def _tensor(name: str, entry: Any, shard: Path, base: int, size: int) -> StoredTensor:
+    title = quotable(name)
+    if not name.isprintable():
+        raise ValueError(f"the tensor name {title} is not printable")
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise ValueError(f"tensor {title} has no dtype, shape and data_offsets")
+    dtype = entry["dtype"]
+    shape = entry["shape"]
+    offsets = entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in BITS:
+        raise ValueError(f"tensor {title} is of an unknown dtype, {quotable(str(dtype))}")
+    if not _naturals(shape) or len(shape) > _DIMENSIONS:
+        raise ValueError(
+            f"the shape of tensor {title} is not a list of at most {_DIMENSIONS} sizes"
+        )
+    if not _naturals(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= size - base:
+        raise ValueError(f"the data_offsets of tensor {title} do not lie within the file")
+    if math.prod(shape) * BITS[dtype] >= _LARGEST or math.prod(filter(None, shape)) >= _LARGEST:
+        raise ValueError(f"the shape of tensor {title} is too large")
+    if math.prod(shape) * BITS[dtype] != (offsets[1] - offsets[0]) * 8:
+        raise ValueError(f"tensor {title} does not have the bytes that its dtype and shape need")
+    return StoredTensor(name, shard, dtype, tuple(shape), base + offsets[0], base + offsets[1])
+
+
+def _naturals(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        type(number) is int and 0 <= number < _LARGEST for number in value
+    )
+
+
+# Checkpoints on disk: safetensors shards with their index and config, the position of each
+# tensor's bytes, and the identity.
+#
+# No shard is loaded as a whole: bytes are read by position. The folder is not trusted. Its identity
+# is a hash of all shards, so that different models have different identities. The files are hashed
+# once, and the hashes are cached by path, size, inode and change time. Dates of modification tell
+# nothing: `cp -p`, `rsync -a` and `tar` set them.
+
 
 # What a model computes depends on these files beside its weights: the config, the settings of its
 # generation, and its own code. What its tokenizer gives depends on the others, with any templates.
@@ -368,3 +534,66 @@ def identity_from_files(files: dict[str, tuple[int, str]]) -> str:
 def _cache_file(checkpoint: Checkpoint) -> Path:
     key = blake3(str(checkpoint.folder.resolve()).encode()).hexdigest()[:32]
     return cache_folder() / "identities" / f"{key}.json"
+
+
+# Ranks on machines with disks of their own: whether all of them read the same inputs.
+
+
+_LONGEST = 40  # letters of a value
+
+
+def check_agreement(made_of: Mapping[str, Any], **checkpoints: Checkpoint) -> None:
+    """Check that all ranks read the same inputs, before a model runs. A collective call.
+
+    Weights are compared by size, inode and change time, which one disk gives all ranks; where
+    these differ, by their hashes. One rank of each machine computes and caches them.
+
+    Args:
+        made_of: what the results of this rank depend on beside weights and versions, as JSON.
+        checkpoints: of the models that it reads, by their names in the message.
+
+    Raises:
+        UserError: on all ranks; a rank reads something else than the first.
+    """
+    if ranks().count == 1:
+        return
+    mine = {
+        "weights": _weights(checkpoints),
+        "config": {name: checkpoint.config for name, checkpoint in checkpoints.items()},
+        **made_of,
+        "versions": versions(),
+    }
+    host = socket.gethostname()
+    found = ranks().gather((host, json.loads(json.dumps(mine))))
+    first_host, first = found[0]
+    for number, (other_host, other) in enumerate(found):
+        difference = first_difference(first, other)
+        if difference is not None:
+            field, before, now = difference
+            field = "text (its token ids)" if field in ("ids", "training") else field
+            raise UserError(
+                f"{field}: rank {number} on {other_host} has {_shown(now)}, and rank 0 on "
+                f"{first_host} has {_shown(before)}. All ranks must read the same. Copy the files "
+                "of rank 0 to every machine, or let all machines share one folder."
+            )
+
+
+def _weights(checkpoints: Mapping[str, Checkpoint]) -> dict[str, Any]:
+    """What tells the weights of this rank from those of the others."""
+    states = {name: checkpoint.states for name, checkpoint in checkpoints.items()}
+    folders = [str(checkpoint.folder.resolve()) for checkpoint in checkpoints.values()]
+    found = ranks().gather((states, socket.gethostname(), folders))
+    if all(other == states for other, *_ in found):
+        return states
+    # Of the ranks of one machine that read the same files, the first hashes them.
+    first = found.index(found[ranks().index])
+    hashes = None
+    if first == ranks().index:
+        hashes = {name: identity_of(checkpoint) for name, checkpoint in checkpoints.items()}
+    result: dict[str, Any] = ranks().gather(hashes)[first]
+    return result
+
+
+def _shown(value: Any) -> str:
+    text = quotable(str(value))
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

@@ -30,11 +30,14 @@ import msgspec
 
 from emp_llm.checkpoint.files import (
     INDEX_LIMIT,
+    FileLock,
     explain_disk_error,
     file_hash,
     how_to_resume,
     is_intact,
     is_plain,
+    link_sentence,
+    lock,
     read_json,
     read_own,
     remove,
@@ -43,7 +46,6 @@ from emp_llm.checkpoint.files import (
     warn_of_damage,
     write_own,
 )
-from emp_llm.checkpoint.locks import FileLock, link_sentence, lock
 from emp_llm.common.errors import (
     ReadError,
     RefusedError,

@@ -18,10 +18,9 @@ from emp_llm.common.machine import command_line, processor_name, resident_memory
 from emp_llm.common.paths import data_folder
 from emp_llm.common.progress import load_packages, progress_bar
 from emp_llm.common.tables import table
-from emp_llm.hub.local_model import LocalModel, find_model
-from emp_llm.options.base import parse_numbers
-from emp_llm.options.model import DeviceOptions, ModelOptions
-from emp_llm.records.bench import Batch, Bench, LoadedModel, Speed
+from emp_llm.models.hub import LocalModel, find_model
+from emp_llm.options.shared import DeviceOptions, ModelOptions, parse_numbers
+from emp_llm.records.evaluation import Batch, Bench, LoadedModel, Speed
 
 if TYPE_CHECKING:
     import torch

@@ -9,11 +9,16 @@ from emp_llm.common.declared import Flag
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.paths import SELF_NAME
 from emp_llm.common.progress import load_packages
-from emp_llm.options.base import Some, parse_list
-from emp_llm.options.calibration import CalibrationOptions
-from emp_llm.options.model import LoadingOptions, ModelOptions, QuantizationOptions
 from emp_llm.options.recipe import Recipe, Targets
-from emp_llm.selection.statistics import RELATIVE, STATISTICS
+from emp_llm.options.shared import (
+    CalibrationOptions,
+    LoadingOptions,
+    ModelOptions,
+    QuantizationOptions,
+    Some,
+    parse_list,
+)
+from emp_llm.selection.criteria import RELATIVE, STATISTICS
 
 if TYPE_CHECKING:
     from emp_llm.calibration.activations import Activations
@@ -53,16 +58,15 @@ def calibrate(
     load_packages()
     from emp_llm.calibration.data import calibration_data, keep_generated
     from emp_llm.calibration.passes import calibration_signature
-    from emp_llm.checkpoint.agreement import check_agreement
-    from emp_llm.checkpoint.checkpoint import Checkpoint
+    from emp_llm.checkpoint.checkpoint import Checkpoint, check_agreement
     from emp_llm.checkpoint.output import OutputFile, check_output_file
     from emp_llm.common.machine import Stopwatch
     from emp_llm.common.ranks import ranks
-    from emp_llm.hub.local_model import find_model
     from emp_llm.models.architecture import Architecture, check_calibrated, check_coverage
+    from emp_llm.models.hub import find_model
     from emp_llm.models.one_model import OneModel
     from emp_llm.models.placement import parse_device_map, quantization_of
-    from emp_llm.pruning.chosen import Chosen
+    from emp_llm.pruning.counts import Chosen
     from emp_llm.runs import run as runs
 
     scope = Targets(

@@ -25,7 +25,7 @@ def env() -> dict[str, str]:
         processor_name,
         versions,
     )
-    from emp_llm.runtime.sparse_linear import cpu_instructions
+    from emp_llm.runtime.loader import cpu_instructions
     from emp_llm.selection.rows import has_numba
 
     flags = set(cpu_fields().get("flags", "").split())

@@ -10,19 +10,20 @@ from emp_llm.cli import command
 from emp_llm.common.declared import Flag
 from emp_llm.common.errors import UserError
 from emp_llm.common.progress import load_packages
-from emp_llm.evaluation.suites import suite_of
-from emp_llm.options.evaluation import SuiteOptions, TableFormat
-from emp_llm.options.model import (
+from emp_llm.evaluation.results import suite_of
+from emp_llm.options.shared import (
     DEVICE_NAME,
     LoadingOptions,
     QuantizationOptions,
     Runtime,
+    SuiteOptions,
+    TableFormat,
     TrustRemoteCode,
 )
-from emp_llm.records.results import Results
+from emp_llm.records.run_report import Results
 
 if TYPE_CHECKING:
-    from emp_llm.hub.local_model import LocalModel
+    from emp_llm.models.hub import LocalModel
     from emp_llm.models.placement import Quantization
 
 logger = logging.getLogger(__name__)
@@ -92,21 +93,26 @@ def evaluate(
     Returns the results and the table.
     """
     load_packages()
-    from emp_llm.checkpoint.locks import lock
+    from emp_llm.checkpoint.files import lock
     from emp_llm.common.machine import free_memory
     from emp_llm.common.progress import stage
-    from emp_llm.evaluation.evaluate import evaluate_model, missing, prepare_suite
-    from emp_llm.evaluation.harness import Harness, parse_batch_size
+    from emp_llm.evaluation.evaluate import (
+        Harness,
+        evaluate_model,
+        missing,
+        parse_batch_size,
+        prepare_suite,
+    )
     from emp_llm.evaluation.results import (
         new_results,
         open_results,
         results_to_compare,
         save_results,
     )
-    from emp_llm.hub.local_model import find_model
+    from emp_llm.models.hub import find_model
     from emp_llm.models.loading import load_tokenizer
     from emp_llm.models.placement import parse_device_map, quantization_of
-    from emp_llm.reporting.points import compare
+    from emp_llm.reporting.studies import compare
 
     if runtime == "sparse":
         if quantized.load_in_8bit or quantized.load_in_4bit:

@@ -6,9 +6,7 @@ from emp_llm.cli import command
 from emp_llm.common.declared import Flag
 from emp_llm.common.errors import UserError
 from emp_llm.common.progress import load_packages
-from emp_llm.options.base import Some
-from emp_llm.options.evaluation import SuiteOptions
-from emp_llm.options.model import TrustRemoteCode
+from emp_llm.options.shared import Some, SuiteOptions, TrustRemoteCode
 
 
 @command
@@ -30,9 +28,9 @@ def fetch(
     load_packages()
     from emp_llm.calibration.texts import find_corpus, names_in, text_rows
     from emp_llm.common.errors import count_of
-    from emp_llm.evaluation.harness import Harness
-    from emp_llm.evaluation.suites import suite_of
-    from emp_llm.hub.local_model import find_model
+    from emp_llm.evaluation.evaluate import Harness
+    from emp_llm.evaluation.results import suite_of
+    from emp_llm.models.hub import find_model
 
     judged = suite_of(suite_options) if suite_options.suite or suite_options.tasks else None
     texts = [find_corpus(name) for name in names_in(calibration)] if calibration else []

@@ -13,7 +13,7 @@ from emp_llm.common.declared import Flag
 from emp_llm.common.errors import UserError, count_of, format_bytes, quotable, repair_text, visible
 from emp_llm.common.paths import PACK_NAME
 from emp_llm.common.progress import load_packages
-from emp_llm.options.model import DeviceOptions, ModelOptions, Runtime
+from emp_llm.options.shared import DeviceOptions, ModelOptions, Runtime
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -163,7 +163,7 @@ def generate(options: GenerateOptions) -> Generation:
     load_packages()
     import torch
 
-    from emp_llm.hub.local_model import find_model
+    from emp_llm.models.hub import find_model
     from emp_llm.models.loading import check_head, load_model, load_tokenizer
     from emp_llm.models.placement import check_ids, max_context
     from emp_llm.runtime.loader import LEAST_ZEROS, NEVER, load, run_device

@@ -13,10 +13,15 @@ from emp_llm.common.declared import Flag
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import SELF_NAME
 from emp_llm.common.progress import load_packages
-from emp_llm.options.base import GivenOptions, Some
-from emp_llm.options.calibration import CalibrationOptions
-from emp_llm.options.model import LoadingOptions, ReportTo, TrustRemoteCode
 from emp_llm.options.recipe import Heal
+from emp_llm.options.shared import (
+    CalibrationOptions,
+    GivenOptions,
+    LoadingOptions,
+    ReportTo,
+    Some,
+    TrustRemoteCode,
+)
 from emp_llm.records.run_report import RunReport
 
 logger = logging.getLogger(__name__)
@@ -62,30 +67,33 @@ def heal(
     from emp_llm.calibration.data import calibration_data, keep_generated
     from emp_llm.calibration.passes import calibration_signature
     from emp_llm.calibration.texts import calibration_corpora
-    from emp_llm.checkpoint.agreement import check_agreement
-    from emp_llm.checkpoint.checkpoint import Checkpoint, config_digest, identity_of
+    from emp_llm.checkpoint.checkpoint import (
+        Checkpoint,
+        check_agreement,
+        config_digest,
+        identity_of,
+    )
     from emp_llm.checkpoint.output import OutputFolder
     from emp_llm.common.machine import Stopwatch, command_line, machine_name
     from emp_llm.common.ranks import ranks
-    from emp_llm.healing.checks import (
+    from emp_llm.healing.planning import (
+        HealingPlan,
         check_healable,
+        check_tracker,
         check_trains,
         in_steps,
         sequences_for,
     )
-    from emp_llm.healing.memory import HealingPlan
-    from emp_llm.healing.tracking import check_tracker
-    from emp_llm.hub.local_model import find_model
     from emp_llm.models.architecture import Architecture
+    from emp_llm.models.hub import find_model
     from emp_llm.models.one_model import OneModel
     from emp_llm.models.placement import max_context
-    from emp_llm.pruning.chosen import Chosen
+    from emp_llm.pruning.counts import Chosen
     from emp_llm.pruning.report import log_warnings
     from emp_llm.pruning.scores import sign
     from emp_llm.pruning.writing import check_as_written, files_beside, read_manifest
-    from emp_llm.records.corpus import samples_of
+    from emp_llm.records.base import samples_of, stage_records
     from emp_llm.records.run_report import read_report
-    from emp_llm.records.source import stage_records
     from emp_llm.runs import run as runs
 
     # Which models, and by which text.

@@ -12,13 +12,19 @@ from emp_llm.common.declared import Flag
 from emp_llm.common.errors import UserError, did_you_mean
 from emp_llm.common.paths import SELF_NAME
 from emp_llm.common.progress import load_packages, stage
-from emp_llm.options.base import GivenOptions, Some, parse_list, parse_numbers
-from emp_llm.options.calibration import NormOptions
 from emp_llm.options.criterion import custom_name
-from emp_llm.options.flat import RecipeWords, check_used
-from emp_llm.options.model import LoadingOptions, ModelOptions
 from emp_llm.options.recipe import Effective, Recipe, Score, Targets, score_kinds, searches
-from emp_llm.records.measure import Measure
+from emp_llm.options.shared import (
+    GivenOptions,
+    LoadingOptions,
+    ModelOptions,
+    NormOptions,
+    Some,
+    parse_list,
+    parse_numbers,
+)
+from emp_llm.options.words import RecipeWords, check_used
+from emp_llm.records.run_report import Measure
 
 logger = logging.getLogger(__name__)
 CURVE_BETAS = "0.5,0.6,0.7,0.8,0.9,1,1.1,1.2,1.3,1.4,1.5,1.75,2"
@@ -70,17 +76,21 @@ def measure(
     curve = sorted(set(parse_numbers(betas, "--betas")))
     for beta in curve:
         Effective(beta=beta)
-    from emp_llm.calibration.given_norms import read_given_norms, warn_if_foreign
     from emp_llm.checkpoint.checkpoint import identity_of
     from emp_llm.checkpoint.output import OutputFile, check_output_file
     from emp_llm.common.machine import Stopwatch, command_line, versions
     from emp_llm.common.ranks import ranks
-    from emp_llm.hub.local_model import find_model
-    from emp_llm.pruning.chosen import targets_of_folder
-    from emp_llm.pruning.counts import Numbers, counts_of, measured
+    from emp_llm.models.hub import find_model
+    from emp_llm.pruning.counts import (
+        Numbers,
+        counts_of,
+        measured,
+        starving_rows,
+        targets_of_folder,
+    )
     from emp_llm.pruning.masks import Pruner, measure_targets
     from emp_llm.pruning.scores import Scores, as_recorded
-    from emp_llm.pruning.starving import starving_rows
+    from emp_llm.runs.run import read_given_norms, warn_if_foreign
 
     budgets = []
     if loss is not None:

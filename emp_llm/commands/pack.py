@@ -13,7 +13,7 @@ from emp_llm.common.declared import Flag
 from emp_llm.common.errors import count_of, format_bytes
 
 if TYPE_CHECKING:
-    from emp_llm.checkpoint.packing import PackedSizes
+    from emp_llm.checkpoint.packed import PackedSizes
 
 logger = logging.getLogger(__name__)
 
@@ -58,11 +58,10 @@ def pack(
         UserError: the folder is no checkpoint, the output exists or cannot be written, zstandard is
             missing, or there are no zeros to mask.
     """
-    from emp_llm.checkpoint.bits import need_zstandard
     from emp_llm.checkpoint.checkpoint import Checkpoint
+    from emp_llm.checkpoint.matrices import need_zstandard
     from emp_llm.checkpoint.output import OutputFolder
-    from emp_llm.checkpoint.packed_format import PackLayout
-    from emp_llm.checkpoint.packing import most_bytes, other_files, pack_checkpoint
+    from emp_llm.checkpoint.packed import PackLayout, most_bytes, other_files, pack_checkpoint
 
     started = time.monotonic()
     if zstd:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from emp_llm.cli import command, options_from
 from emp_llm.common.errors import UserError, count_of, reason
-from emp_llm.options.study import PlanOptions
+from emp_llm.options.sweep import PlanOptions
 
 if TYPE_CHECKING:
     from emp_llm.study.plan import Study

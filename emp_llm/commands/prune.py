@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 from emp_llm.cli import command
 from emp_llm.common.progress import load_packages, stage
 from emp_llm.common.ranks import check_one_process, ranks
-from emp_llm.options.base import GivenOptions
-from emp_llm.options.flat import RecipeWords
 from emp_llm.options.prune import PruneOptions, check_recipe
 from emp_llm.options.recipe import Recipe
+from emp_llm.options.shared import GivenOptions
+from emp_llm.options.words import RecipeWords
 from emp_llm.records.run_report import RunReport
 
 if TYPE_CHECKING:
@@ -117,7 +117,6 @@ def _destination(options: PruneOptions) -> "Destination | None":
 
 def show(result: "RunReport | DryRun") -> None:
     """Print the result of a run, or the plan of a dry run."""
-    from emp_llm.reporting.points import evaluation_table
     from emp_llm.reporting.run_tables import (
         check_lines,
         dry_run_table,
@@ -126,6 +125,7 @@ def show(result: "RunReport | DryRun") -> None:
         loss_lines,
         pruning_table,
     )
+    from emp_llm.reporting.studies import evaluation_table
 
     if not isinstance(result, RunReport):
         print(dry_run_table(result))

@@ -11,19 +11,23 @@ from emp_llm.cli import command
 from emp_llm.common.errors import count_of, format_bytes
 from emp_llm.common.progress import load_packages
 from emp_llm.common.ranks import check_one_process
-from emp_llm.options.base import GivenOptions, Some
-from emp_llm.options.calibration import NormOptions
-from emp_llm.options.evaluation import SuiteOptions
-from emp_llm.options.flat import RecipeWords
-from emp_llm.options.model import LoadingOptions, ModelOptions
 from emp_llm.options.recipe import Score, Targets
+from emp_llm.options.shared import (
+    GivenOptions,
+    LoadingOptions,
+    ModelOptions,
+    NormOptions,
+    Some,
+    SuiteOptions,
+)
 from emp_llm.options.sweep import SweepOptions, plan_points
-from emp_llm.records.sweep import Sweep
+from emp_llm.options.words import RecipeWords
+from emp_llm.records.run_report import Sweep
 from emp_llm.update.update import Update
 
 if TYPE_CHECKING:
     from emp_llm.records.run_report import TargetsRecord
-    from emp_llm.runs.sweep_run import SweepRun
+    from emp_llm.runs.sweep import SweepRun
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +75,8 @@ def sweep(
     points = plan_points(options, shared)
     check_one_process("A sweep")
     load_packages()
-    from emp_llm.evaluation.suites import suite_of
-    from emp_llm.runs.sweep_run import SweepRun, sweep_points
+    from emp_llm.evaluation.results import suite_of
+    from emp_llm.runs.sweep import SweepRun, sweep_points
 
     run = SweepRun.of(points, model, text, loading, suite_of(suite_options), options, given)
     if options.dry_run:
@@ -84,7 +88,7 @@ def sweep(
 
 def _plan(run: "SweepRun") -> SweepDryRun:
     """What the run would do."""
-    from emp_llm.runs.sweep_folder import finished
+    from emp_llm.runs.sweep import finished
 
     points = run.points
     held = run.folder.held()
@@ -118,6 +122,6 @@ def show(result: Sweep | SweepDryRun) -> None:
         if result.disk_bytes:
             print(f"disk: {format_bytes(result.disk_bytes)} for the checkpoints")
         return
-    from emp_llm.reporting.points import sweep_table
+    from emp_llm.reporting.studies import sweep_table
 
     print(sweep_table(result, result.against if isinstance(result, _Swept) else None))

@@ -54,9 +54,8 @@ def unpack(
     """
     from emp_llm.checkpoint.checkpoint import Checkpoint
     from emp_llm.checkpoint.output import OutputFolder
-    from emp_llm.checkpoint.packed_format import PackedFolder
-    from emp_llm.checkpoint.packing import check_base, unpack_folder
-    from emp_llm.hub.local_model import find_model
+    from emp_llm.checkpoint.packed import PackedFolder, check_base, unpack_folder
+    from emp_llm.models.hub import find_model
 
     if revision is not None and base is None:
         raise UserError(

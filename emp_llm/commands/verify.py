@@ -19,11 +19,11 @@ from emp_llm.common.paths import (
     REPORT_NAME,
     SUMS_NAME,
 )
-from emp_llm.hub.local_model import find_model
+from emp_llm.models.hub import find_model
 from emp_llm.options.criterion import criterion_origin
-from emp_llm.options.model import TrustRemoteCode
 from emp_llm.options.recipe import Given, Own, Score
-from emp_llm.records.manifest import Manifest
+from emp_llm.options.shared import TrustRemoteCode
+from emp_llm.records.run_report import Manifest
 
 if TYPE_CHECKING:
     from emp_llm.calibration.activations import Activations
@@ -136,7 +136,7 @@ def _check_masks_of(masks: Path, pruned: Checkpoint, findings: "Findings") -> No
     """Check that every zero in the targets of a pruned folder is zero."""
     from emp_llm.models.architecture import Architecture
     from emp_llm.models.masks import Masks
-    from emp_llm.pruning.trained import check_zeros
+    from emp_llm.pruning.verification import check_zeros
     from emp_llm.records.run_report import read_report
 
     report = read_report(masks)
@@ -248,8 +248,8 @@ def _check_units(
     from emp_llm.models.architecture import Architecture
     from emp_llm.models.loading import build_skeleton
     from emp_llm.records.run_report import read_report
-    from emp_llm.structure.unit_model import unit_model
-    from emp_llm.structure.verification import check_shapes, check_units, read_tensors
+    from emp_llm.structure.prune_structure import unit_model
+    from emp_llm.structure.writing import check_shapes, check_units, read_tensors
 
     recipe = manifest.recipe
     blocks = options.blocks or recipe.targets.blocks

@@ -24,18 +24,17 @@ from emp_llm.checkpoint.matrices import as_tensor
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.ranks import ranks
 from emp_llm.healing.adam import Adam, rate_of, share_of_rate
-from emp_llm.healing.checks import SEQUENCES
-from emp_llm.healing.tracking import Log
+from emp_llm.healing.planning import SEQUENCES, Log
 from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel
+from emp_llm.models.loading import execution_device
 from emp_llm.models.masks import Masks
 from emp_llm.models.modules import weight_of
-from emp_llm.models.offload import execution_device
-from emp_llm.options.calibration import Place
+from emp_llm.options.shared import Place
 from emp_llm.records.run_report import FitRecord, HealingRecord
 from emp_llm.walk.checks import held_out
-from emp_llm.walk.moved import Updated, UpdatedWeights, round_to_stored
 from emp_llm.walk.update import Block, token_weights
+from emp_llm.walk.updated import Updated, UpdatedWeights, round_to_stored
 
 _BLOCK = 8.0  # a block that heals alone has the rate of one of so many that heal together
 

@@ -31,8 +31,7 @@ from transformers import PreTrainedModel
 
 from emp_llm.calibration.data import CalibrationText, data_in_memory
 from emp_llm.calibration.passes import fit_origin, in_evaluation_mode
-from emp_llm.checkpoint.agreement import check_agreement
-from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.checkpoint import Checkpoint, check_agreement
 from emp_llm.checkpoint.matrices import Matrix, torch_dtype
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.declared import options_of
@@ -45,48 +44,44 @@ from emp_llm.common.machine import (
 )
 from emp_llm.common.progress import progress_bar, stage
 from emp_llm.common.ranks import ranks
-from emp_llm.healing.adam import Adam, rate_of, share_of_rate
+from emp_llm.healing.adam import Adam, Measure, Progress, UnfitError, rate_of, share_of_rate
 from emp_llm.healing.blocks import heal_blocks
-from emp_llm.healing.checks import (
+from emp_llm.healing.planning import (
     POSITIONS,
     SEQUENCES,
     SET_ASIDE,
-    check_healable,
-    check_trains,
-    healing_bytes,
-    sequences_for,
-    set_aside,
-)
-from emp_llm.healing.memory import (
     HealingPlan,
+    Log,
     Sizes,
+    check_healable,
+    check_tracker,
+    check_trains,
     down_from,
     free_on,
+    healing_bytes,
     hidden_width,
     passes_of,
     ranks_here,
+    sequences_for,
+    set_aside,
+    tracking,
     ways,
 )
-from emp_llm.healing.progress import Measure, Progress, UnfitError
-from emp_llm.healing.tracking import Log, check_tracker, tracking
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.attention import fast_attention
 from emp_llm.models.blockwise import BlockwiseModel, Walk
-from emp_llm.models.loading import load_model
-from emp_llm.models.masks import Masks
+from emp_llm.models.loading import is_offloaded, load_model
+from emp_llm.models.masks import Masks, check_not_sharded, find_masks, read_masks
 from emp_llm.models.model_weights import ModelWeights, architecture_of
 from emp_llm.models.modules import as_created, find_blocks, mean_losses, weight_of
-from emp_llm.models.offload import is_offloaded
-from emp_llm.models.reapply import find_masks, read_masks
-from emp_llm.models.sharded import check_not_sharded
-from emp_llm.options.calibration import CalibrationOptions, Place
 from emp_llm.options.prune import PruneOptions
 from emp_llm.options.recipe import MOST_STEPS, Heal, Recipe
+from emp_llm.options.shared import CalibrationOptions, Place
+from emp_llm.records.base import CalibrationRecord
 from emp_llm.records.run_report import HealingRecord
-from emp_llm.records.source import CalibrationRecord
 from emp_llm.selection.rows import words_of
 from emp_llm.walk.checks import updatable
-from emp_llm.walk.moved import UpdatedWeights, in_dtype
+from emp_llm.walk.updated import UpdatedWeights, in_dtype
 
 logger = logging.getLogger(__name__)
 _TRIM = 2  # passes between two trims of the heap: with one at each, 0.1 GB less and a tenth longer

@@ -19,16 +19,6 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import FP8_DTYPE, PRUNABLE_DTYPES, Matrix, block_scales
 from emp_llm.common.errors import UserError, count_of, did_you_mean, quotable, shorten_list
 from emp_llm.models.layers import (
-    Layer,
-    Purpose,
-    Shape,
-    Tower,
-    is_router,
-    named_tower,
-    tower_of,
-    within,
-)
-from emp_llm.models.names import (
     EMBEDDINGS,
     HEAD_LEAVES,
     HEADS,
@@ -45,6 +35,14 @@ from emp_llm.models.names import (
     MIXES_TOKENS,
     ROUTERS,
     SECOND_TOKEN,
+    Layer,
+    Purpose,
+    Shape,
+    Tower,
+    is_router,
+    named_tower,
+    tower_of,
+    within,
 )
 from emp_llm.records.run_report import TargetsRecord
 

@@ -43,9 +43,9 @@ from emp_llm.common.errors import UserError, reason
 from emp_llm.common.machine import available_memory, enough_memory, out_of_memory, ran_out
 from emp_llm.common.progress import progress_bar
 from emp_llm.models.attention import fast_attention
+from emp_llm.models.loading import OutsideModules, execution_device, input_device, load_blocks
 from emp_llm.models.modules import body_of, find_blocks, find_towers, is_encoder_decoder
-from emp_llm.models.offload import OutsideModules, execution_device, input_device, load_blocks
-from emp_llm.options.calibration import Place
+from emp_llm.options.shared import Place
 
 NOT_BY_BLOCKS = (
     "{}: an encoder-decoder model has two lists of blocks and cannot run block by block. Use "

@@ -6,8 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from emp_llm.models.masks import Masks
-from emp_llm.models.reapply import Source, find_masks
+from emp_llm.models.masks import Masks, Source, find_masks
 
 
 class SparsityCallback(TrainerCallback):  # type: ignore[misc]

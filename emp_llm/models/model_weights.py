@@ -14,18 +14,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.checkpoint import Checkpoint, StoredTensor
 from emp_llm.checkpoint.files import FilePool, FileReader, tensor_bytes
-from emp_llm.checkpoint.headers import StoredTensor
 from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import Architecture
-from emp_llm.models.layers import Layer
-from emp_llm.models.masks import check_merged
+from emp_llm.models.layers import MIXES_TOKENS, Layer
+from emp_llm.models.loading import resident_parameter
+from emp_llm.models.masks import check_merged, check_not_sharded
 from emp_llm.models.modules import Towers, block_lists, model_layers, rows_in
-from emp_llm.models.names import MIXES_TOKENS
-from emp_llm.models.offload import resident_parameter
-from emp_llm.models.sharded import check_not_sharded
 
 # In the names of wrapped parts.
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")

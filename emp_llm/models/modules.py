@@ -34,6 +34,10 @@ from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError, shorten_list
 from emp_llm.common.machine import exact_device, in_float64
 from emp_llm.models.layers import (
+    CONNECTS,
+    HALF,
+    IS_MLP,
+    MIXES_TOKENS,
     ExpertSlice,
     Layer,
     Purpose,
@@ -44,7 +48,6 @@ from emp_llm.models.layers import (
     tower_of,
     within,
 )
-from emp_llm.models.names import CONNECTS, HALF, IS_MLP, MIXES_TOKENS
 
 Values = TypeVar("Values", Tensor, NDArray[Any])
 _NUMBER = re.compile(r"\.(\d+)(?=\.)")  # of an expert

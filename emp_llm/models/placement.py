@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from emp_llm.common.errors import UserError, count_of, quotable, reason
 from emp_llm.common.ranks import ranks
-from emp_llm.records.source import QuantizationRecord
+from emp_llm.records.base import QuantizationRecord
 
 if TYPE_CHECKING:
     import torch

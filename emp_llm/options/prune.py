@@ -7,17 +7,18 @@ from typing import Annotated
 from emp_llm.common.declared import Flag, flag_of, options_of
 from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import check_one_process
-from emp_llm.options.base import GivenOptions
-from emp_llm.options.calibration import NormOptions, Propagate
-from emp_llm.options.flat import RecipeWords
-from emp_llm.options.model import (
+from emp_llm.options.recipe import Recipe, Structure
+from emp_llm.options.shared import (
+    GivenOptions,
     LoadingOptions,
     MaskDevice,
     ModelOptions,
+    NormOptions,
+    Propagate,
     QuantizationOptions,
     ReportTo,
 )
-from emp_llm.options.recipe import Recipe, Structure
+from emp_llm.options.words import RecipeWords
 
 # Options that are for weights and not for units.
 _OF_WEIGHTS = (

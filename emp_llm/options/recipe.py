@@ -33,9 +33,9 @@ from emp_llm.common.errors import UserError, quotable
 from emp_llm.options.criterion import custom_name, find_criterion
 from emp_llm.selection.criteria import GIVEN, MAGNITUDE, RIA, WANDA, Criterion
 from emp_llm.selection.rule import Group, KeepRule, check_beta, check_order
-from emp_llm.update.admm import Admm as Admm  # known by their names from here on
-from emp_llm.update.sparsegpt import SparseGPT as SparseGPT
+from emp_llm.update.update import Admm as Admm  # known by their names from here on
 from emp_llm.update.update import Refit, Update
+from emp_llm.update.update import SparseGPT as SparseGPT
 
 MatchBy = Literal["total", "matrix"]
 Tower = Literal["language", "vision", "all"]

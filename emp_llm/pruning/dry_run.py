@@ -10,17 +10,21 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import count_of, format_bytes
 from emp_llm.common.machine import has_bfloat16
 from emp_llm.common.ranks import ranks
-from emp_llm.healing.checks import healing_bytes
-from emp_llm.healing.memory import HealingPlan, Sizes, devices_of, free_on, keeps_elsewhere
+from emp_llm.healing.planning import (
+    HealingPlan,
+    Sizes,
+    devices_of,
+    free_on,
+    healing_bytes,
+    keeps_elsewhere,
+)
 from emp_llm.models.architecture import Target
-from emp_llm.options.calibration import CalibrationOptions, Place
 from emp_llm.options.recipe import Effective, Heal
-from emp_llm.pruning.chosen import stored_bytes
-from emp_llm.pruning.counts import count_at_betas, curve_points
+from emp_llm.options.shared import CalibrationOptions, Place
+from emp_llm.pruning.counts import count_at_betas, curve_points, stored_bytes
 from emp_llm.pruning.scores import Scores
-from emp_llm.records.corpus import Corpus, samples_of
-from emp_llm.records.measure import CurvePoint
-from emp_llm.records.run_report import TargetsRecord
+from emp_llm.records.base import Corpus, samples_of
+from emp_llm.records.run_report import CurvePoint, TargetsRecord
 from emp_llm.update.update import Update
 from emp_llm.walk.checks import update_bytes
 

@@ -1,15 +1,10 @@
-"""Masks: which weights stay. One loop decides them, for files, for models in memory, for updates
-and for measures.
+"""The outcome of a run for its targets: counts and sums of every row, collected chunk by chunk."""
 
-The path of a weight: its bytes are read from the shard (`Matrix.read`), the criterion scores it,
-the counts say how many of its group stay, and it is set to zero or left. The writer puts the bytes
-at the same offset of the new shard.
-"""
-
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +13,7 @@ from emp_llm.checkpoint.files import FilePool
 from emp_llm.checkpoint.matrices import Words, as_tensor
 from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import Target
-from emp_llm.pruning.outcome import Outcome, Outcomes, no_figures, put_figures
+from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.scores import CHUNK_WEIGHTS, Scores, naming_rows, read_chunks
 from emp_llm.selection.criteria import MAGNITUDE, WANDA
 from emp_llm.selection.rows import prune_words, words_supported
@@ -29,7 +24,87 @@ if TYPE_CHECKING:
 
     from emp_llm.calibration.activations import Activations
     from emp_llm.selection.reference import GroupSelector
-    from emp_llm.walk.moved import UpdatedWeights
+    from emp_llm.walk.updated import UpdatedWeights
+
+
+ALL_KEPT = "all kept"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome for one target.
+
+    Attributes:
+        target: the matrix.
+        kept: numbers of kept weights, int64, shape (rows,).
+        kept_mass, mass: float64, shape (rows,): sums of the kept scores and of all scores.
+        n_eff, s_eff: float64, shape (rows,), or (1,) for a matrix as one group; None if the group
+            is larger.
+        zeros: number of weights that are zero after pruning.
+    """
+
+    target: Target
+    kept: NDArray[Any]
+    kept_mass: NDArray[Any]
+    mass: NDArray[Any]
+    n_eff: NDArray[Any] | None
+    s_eff: NDArray[Any] | None
+    zeros: int
+
+
+class Outcomes(NamedTuple):
+    """The outcomes for all targets, in their order; `whole`: N_eff and s_eff of all targets, if
+    they are one group.
+    """
+
+    of_targets: list[Outcome]
+    whole: tuple[float, float] | None
+
+
+def no_figures(rows: int) -> RowFigures:
+    """The figures of one target's rows, to be filled in chunk by chunk: float64, zeros so far."""
+    # Allocated at once: small arrays allocated between large chunks would keep the heap from
+    # shrinking.
+    return RowFigures(*np.zeros((len(RowFigures._fields), rows)))
+
+
+def put_figures(rows: RowFigures, first: int, chunk: RowFigures) -> None:
+    """Store the figures of a chunk of rows, `first` being its first row; figures that are None
+    stay zero.
+    """
+    for figures, values in zip(rows, chunk, strict=True):
+        if values is not None:
+            figures[first : first + len(values)] = values
+
+
+def masks_digest(outcomes: Outcomes, recipe: Recipe, fallback: Mapping[str, int]) -> str:
+    """A hash of the pruned values of some targets; for the same weights, norms and text, equal
+    values have equal hashes.
+
+    It covers the ranking of the scores and the number of kept weights in every row, which determine
+    the masks; and the update of the weights that stay. ALL_KEPT if no weight is removed or moved.
+    """
+    if recipe.update is None and all(
+        bool((outcome.kept == outcome.target.matrix.columns).all())
+        for outcome in outcomes.of_targets
+    ):
+        return ALL_KEPT
+    score = f"{recipe.score.criterion.name}{' relative' if recipe.score.relative else ''}"
+    digest = hashlib.sha256(f"{score} {recipe.group} {recipe.n_of_m} {sorted(fallback)}\n".encode())
+    if recipe.update is not None:
+        digest.update(f"{recipe.update}\n".encode())
+    for outcome in outcomes.of_targets:
+        digest.update(f"{outcome.target.name}\n".encode() + outcome.kept.tobytes())
+    return digest.hexdigest()
+
+
+# Masks: which weights stay. One loop decides them, for files, for models in memory, for updates
+# and for measures.
+#
+# The path of a weight: its bytes are read from the shard (`Matrix.read`), the criterion scores it,
+# the counts say how many of its group stay, and it is set to zero or left. The writer puts the
+# bytes at the same offset of the new shard.
+
 
 # The reference prunes this many weights in the time that loading the compiled kernel takes.
 _SMALL = 1 << 24

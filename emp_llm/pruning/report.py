@@ -15,9 +15,9 @@ from emp_llm.common.machine import command_line, versions
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.ranks import ranks
 from emp_llm.options.recipe import Effective, Recipe
-from emp_llm.pruning.masks import Pruner
-from emp_llm.pruning.outcome import Outcome, Outcomes
+from emp_llm.pruning.masks import Outcome, Outcomes, Pruner
 from emp_llm.pruning.scores import as_recorded
+from emp_llm.records.base import CalibrationRecord, ModelSource
 from emp_llm.records.run_report import (
     MatrixRecord,
     Quartiles,
@@ -25,12 +25,11 @@ from emp_llm.records.run_report import (
     SizesRecord,
     TargetsRecord,
 )
-from emp_llm.records.source import CalibrationRecord, ModelSource
 from emp_llm.selection.rule import mass_bound
 from emp_llm.walk.checks import update_warnings
 
 if TYPE_CHECKING:
-    from emp_llm.walk.moved import UpdatedWeights
+    from emp_llm.walk.updated import UpdatedWeights
 
 logger = logging.getLogger(__name__)
 _LOGGED = 6  # warnings; the report has all

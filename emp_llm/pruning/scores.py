@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.checkpoint import Checkpoint, StoredTensor, read_header
 from emp_llm.checkpoint.files import FilePool, FileReader, file_hash, prefetch, tensor_bytes
-from emp_llm.checkpoint.headers import StoredTensor, read_header
 from emp_llm.checkpoint.matrices import PRUNABLE_DTYPES, Matrix, Words, as_tensor, dequantise_rows
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import file_state

@@ -48,16 +48,30 @@ from emp_llm.common.progress import Bar, progress_bar
 from emp_llm.models.architecture import Target
 from emp_llm.options.criterion import source_file
 from emp_llm.options.recipe import Own, Recipe
-from emp_llm.pruning.masks import Chunk, Pruner, outcome_of, whole_of
-from emp_llm.pruning.outcome import Outcome, Outcomes, no_figures, put_figures
+from emp_llm.pruning.masks import (
+    Chunk,
+    Outcome,
+    Outcomes,
+    Pruner,
+    no_figures,
+    outcome_of,
+    put_figures,
+    whole_of,
+)
 from emp_llm.pruning.scores import sign
 from emp_llm.records.base import read_record
-from emp_llm.records.manifest import FileEntry, Manifest, ManifestSource, NormsRecord
-from emp_llm.records.run_report import RunReport, read_report
+from emp_llm.records.run_report import (
+    FileEntry,
+    Manifest,
+    ManifestSource,
+    NormsRecord,
+    RunReport,
+    read_report,
+)
 from emp_llm.selection.rule import RowFigures
 
 if TYPE_CHECKING:
-    from emp_llm.walk.moved import UpdatedWeights
+    from emp_llm.walk.updated import UpdatedWeights
 
 logger = logging.getLogger(__name__)
 EVALUATION_FOLDER = f"{EXTRAS}/evaluation"  # measurements of an unfinished evaluation

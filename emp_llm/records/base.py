@@ -6,14 +6,17 @@ attributes; `record["field"]` works too, as in the JSON.
 
 import re
 from abc import ABCMeta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from collections.abc import Sequence
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 
+from emp_llm.checkpoint.checkpoint import config_digest, tokenizer_digest
 from emp_llm.checkpoint.files import JSON_LIMIT, read_json, write_bytes
 from emp_llm.common.declared import node_in
-from emp_llm.common.errors import UserError, quotable, reason
+from emp_llm.common.errors import UserError, printable, quotable, reason
+from emp_llm.common.machine import Times
 from emp_llm.options.recipe import Recipe
 
 R = TypeVar("R", bound="FileRecord")
@@ -173,3 +176,237 @@ def _sentence(error: BaseException) -> str:
 
 def _article(kind: str) -> str:
     return f"an {kind} file" if kind[:1] in "aeiou" else f"a {kind} file"
+
+
+# The origin of a number: the model, the text, the recipe, and the stages of the run.
+
+
+class ModelIdentity(Part, kw_only=True):
+    """What the numbers of a model depend on. What is null is unknown, as in older records.
+
+    Attributes:
+        identity: a hash of all its weights (`checkpoint.identity_of`).
+        sha256_of_config: of the config, the settings of the generation, and code.
+        sha256_of_tokenizer: of the tokenizer's files and chat templates.
+    """
+
+    identity: str | None = None
+    sha256_of_config: str | None = None
+    sha256_of_tokenizer: str | None = None
+
+    @staticmethod
+    def of(folder: Path, identity: str | None) -> "ModelIdentity":
+        """The identity of the model in a folder, given that of its weights."""
+        return ModelIdentity(
+            identity=identity,
+            sha256_of_config=config_digest(folder),
+            sha256_of_tokenizer=tokenizer_digest(folder),
+        )
+
+    def difference(self, other: "ModelIdentity") -> str | None:
+        """What differs from another model, as words before its name; None: nothing that is known
+        of both.
+        """
+        if self.identity != other.identity:
+            return "other weights than those of"
+        for name, words in (("config", "another config"), ("tokenizer", "another tokenizer")):
+            digests = {self[f"sha256_of_{name}"], other[f"sha256_of_{name}"]} - {None}
+            if len(digests) > 1:
+                return f"{words} than that of"
+        return None
+
+
+class ModelSource(ModelIdentity, kw_only=True):
+    """A model.
+
+    Attributes:
+        model: the name or path that the user gave.
+        revision: its commit, if it comes from the Hub.
+    """
+
+    model: str
+    revision: str | None
+
+    @property
+    def key(self) -> str:
+        """The most reliable known name of the weights: the identity, else the model's name."""
+        return self.identity or self.model
+
+
+class TextFields(Part, kw_only=True):
+    """The fields of a recipe of a text and of its record, as described for
+    `records.corpus.Corpus`.
+    """
+
+    dataset: str | None = None
+    config: str | None = None
+    split: str | None = None
+    column: str | None = None
+    file: str | None = None
+    generate: bool = False
+    join: str | None = None
+    bos: Annotated[str, msgspec.Meta(pattern="^(auto|each|none)$")] = "auto"
+    stream: bool = False
+    shuffle: bool = False
+    samples: int | None = None
+    seqlen: int | None = None
+
+
+class TextRecord(TextFields, kw_only=True, omit_defaults=False):
+    """A text. Files are named without their folders.
+
+    Attributes:
+        bos: "each" also where "auto" found that the model needs it; "auto": begin tokens are those
+            of the tokenizer.
+        sha256: hash of a text in memory, or of the file that holds the model's own text.
+    """
+
+    sha256: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The text in a few words, as --calibration names it."""
+        source = self.dataset or PurePath(self.file or "").name
+        return f"self:{source}".removesuffix(":") if self.generate else source
+
+    @property
+    def bos_note(self) -> str:
+        """The begin tokens for a table, where they are not those of the tokenizer alone."""
+        return "" if self.bos == "auto" else f" (bos={self.bos})"
+
+
+class QuantizationRecord(Part, kw_only=True):
+    """Quantisation by bitsandbytes."""
+
+    bits: str
+    format: str = ""
+    bitsandbytes: str = ""
+
+
+class CalibrationRecord(ModelIdentity, kw_only=True):
+    """The origin of activations.
+
+    Attributes:
+        model, revision: of the model.
+        text, tokens: the calibration text, and the number of tokens; seed: of a shuffled or
+            generated text only.
+        texts: for a mix, its parts in place of `text`; each has its number of samples.
+        dtype, quantization, batch_size, ranks: how the forward passes ran.
+        execution: "model" or "blocks"; propagate: the inputs of a block, "dense" or "pruned";
+            hidden_states: their place.
+        pruned_by: for pruned propagation, the recipe of the masks.
+        versions: package -> version.
+    """
+
+    model: str = ""
+    revision: str | None = None
+    text: TextRecord | None = None
+    texts: list[TextRecord] = []
+    seed: int | None = None
+    tokens: int | None = None
+    dtype: str | None = None
+    quantization: QuantizationRecord | None = None
+    batch_size: int | None = None
+    ranks: int | None = None
+    execution: str | None = None
+    propagate: str | None = None
+    hidden_states: str | None = None
+    pruned_by: RecordedRecipe | None = None
+    versions: dict[str, str] = {}
+
+    @property
+    def all_texts(self) -> list[TextRecord]:
+        """The calibration texts: one, or the parts of a mix."""
+        return self.texts if self.text is None else [self.text]
+
+
+class ActivationsInfo(FileRecord, kw_only=True):
+    """The metadata of an activations file, beside the statistics.
+
+    Attributes:
+        inputs: layer name -> name of its norm.
+        about: the origin of the norms.
+        tokens: name of a norm -> number of tokens in its sum.
+        relative: layer name -> name of its norm relative to the layer's outputs.
+        statistics: name of a further statistic -> layer name -> name of its tensor.
+    """
+
+    KIND: ClassVar[str] = "activations"
+
+    inputs: dict[str, str]
+    about: CalibrationRecord = msgspec.field(default_factory=CalibrationRecord)
+    tokens: dict[str, int] = {}
+    relative: dict[str, str] = {}
+    statistics: dict[str, dict[str, str]] = {}
+
+
+class StageRecord(Part, kw_only=True):
+    """Time of a stage in seconds, and its peak memory in bytes."""
+
+    seconds: float
+    peak_bytes: float = 0
+    peak_cuda_bytes: float | None = None
+
+
+def stage_records(measured: dict[str, Times]) -> dict[str, StageRecord]:
+    """Time and memory of stages (`Stopwatch.record`), for a report."""
+    return {name: StageRecord(**entry) for name, entry in measured.items()}
+
+
+# Corpus recipes: the TOML files in `calibration/`, and the [perplexity] tables of suites.
+
+
+class Corpus(TextFields, kw_only=True, frozen=True, forbid_unknown_fields=True):  # type: ignore[misc]  # as `Quartiles`
+    """The source of a text, and its division into token sequences.
+
+    Attributes:
+        dataset: Hub data set id, or a local folder with the same layout; config, split and column
+            select in it.
+        file: a .txt, .jsonl, .json or .parquet file in place of `dataset`, the first three also as
+            .gz, .xz or .zst; a relative path starts at the recipe's folder.
+        generate: the model itself writes the text; it continues the rows, or nothing if there is no
+            dataset or file.
+        join: separator that joins all rows before they are tokenised; None: each row is a document,
+            tokenised alone.
+        bos: begin tokens. auto: as lm-eval, those that the tokenizer puts before a text; for Gemma,
+            each. each: one at the beginning of each sequence or block, among its tokens. none: the
+            tokenizer puts none.
+        stream: read rows as they are needed, without downloading the whole split.
+        shuffle: take rows in a seeded random order.
+        samples, seqlen: number of sequences, and tokens in each; None: all of the text.
+        about: a description in one sentence.
+    """
+
+    split: str = "train"
+    column: str = "text"
+    about: str = ""
+
+    @property
+    def source(self) -> str:
+        """The source as text, for messages and reports."""
+        parts = (self.dataset, self.config, self.split) if self.dataset else ()
+        source = self.file or "/".join(part for part in parts if part)
+        return printable(f"self:{source}".removesuffix(":") if self.generate else source, 400)
+
+    def check(self, where: str) -> "Corpus":
+        """Return the corpus; UserError if it names no text, or samples or seqlen below 1."""
+        if self.file is None and self.dataset is None and not self.generate:
+            raise UserError(f"{where}: a corpus needs a dataset or a file; name one.")
+        for name in ("samples", "seqlen"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{where}: {name} must be at least 1, got {value}.")
+        return self
+
+    def record(self) -> TextRecord:
+        """The record of the corpus for a report, which names files without their folders."""
+        record = msgspec.convert(self, TextRecord, from_attributes=True)
+        record.file = self.file and PurePath(self.file).name
+        if self.dataset is not None and PurePath(self.dataset).is_absolute():
+            record.dataset = PurePath(self.dataset).name
+        return record
+
+
+def samples_of(corpora: Sequence[Corpus]) -> int:
+    """The sequences of a calibration."""
+    return sum(corpus.samples or 0 for corpus in corpora)

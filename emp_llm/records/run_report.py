@@ -2,19 +2,43 @@
 that it depends on.
 """
 
+import logging
 import math
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 from msgspec import Meta
 
-from emp_llm.checkpoint.files import INDEX_LIMIT
-from emp_llm.common.errors import UserError
+from emp_llm.checkpoint.files import INDEX_LIMIT, STRICT, parse_own, reading
+from emp_llm.common.errors import ReadError, UserError, quotable, reason
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.tables import percent_cell, table
-from emp_llm.records.base import FileRecord, Part, RecordedRecipe, read_record
-from emp_llm.records.evaluation import CheckRecord, EvaluationRecord
-from emp_llm.records.source import CalibrationRecord, ModelSource, StageRecord
+from emp_llm.options.recipe import Recipe
+from emp_llm.records.base import (
+    CalibrationRecord,
+    FileRecord,
+    ModelIdentity,
+    ModelSource,
+    Part,
+    QuantizationRecord,
+    RecordedRecipe,
+    StageRecord,
+    TextRecord,
+    read_record,
+    record_of,
+)
+from emp_llm.records.evaluation import (
+    CheckRecord,
+    EvaluationRecord,
+    Measures,
+    PerplexityRecord,
+    SuiteTask,
+    TaskRecord,
+)
+
+logger = logging.getLogger(__name__)
+
 
 Count = Annotated[int, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=-1e-9, le=1 + 1e-9)]  # between 0 and 1, up to rounding errors
@@ -384,3 +408,323 @@ def read_report(run: Path) -> RunReport:
             f"{run}: no {REPORT_NAME} in it; give the --output folder of a finished prune."
         )
     return read_record(run / REPORT_NAME, RunReport, REPORT_LIMIT)
+
+
+# emp_manifest.json: every file that a run wrote with its hash, and everything that the masks
+# depend on.
+
+
+class FileEntry(Part, kw_only=True):
+    """A file: its size, and its BLAKE3 hash."""
+
+    bytes: Annotated[int, Meta(ge=0)]
+    blake3: str
+
+
+class ManifestSource(Part, kw_only=True):
+    """The checkpoint that was pruned.
+
+    Attributes:
+        identity: of its weights (`checkpoint.identity`).
+        bytes: size of each shard.
+    """
+
+    identity: str | None = None
+    bytes: dict[str, int] = {}
+
+
+class NormsRecord(Part, kw_only=True):
+    """The SHA-256 of the norms that the masks depend on."""
+
+    norms: str
+
+
+class Manifest(FileRecord, kw_only=True, omit_defaults=False):
+    """The manifest of a finished checkpoint. It leaves out the report, whose times differ from
+    run to run.
+    """
+
+    KIND: ClassVar[str] = "manifest"
+    VERSION: ClassVar[int] = 3
+
+    emp_llm: str = msgspec.field(default="unknown", name="emp-llm")
+    source: ManifestSource
+    recipe: RecordedRecipe
+    activations: NormsRecord | None = None
+    files: dict[str, FileEntry]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.files:
+            path = PurePath(name)
+            if not name.isprintable() or path.is_absolute() or ".." in path.parts:
+                raise ValueError(f"{name[:80]!r} is not a file in this folder")
+
+
+# The output of `measure`: effective numbers and masses of a model's matrices, by criterion and
+# order.
+
+
+class CurvePoint(Part, kw_only=True):
+    """What EMP with one beta would leave.
+
+    Attributes:
+        beta: of the effective number.
+        kept: number of kept weights of the targets.
+        sparsity_of_targets, sparsity_of_all_parameters: removed weights, as shares.
+    """
+
+    beta: float
+    kept: int
+    sparsity_of_targets: float
+    sparsity_of_all_parameters: float
+
+
+class MeasureEntry(Part, kw_only=True, omit_defaults=False):
+    """One criterion and one order, and the result of EMP with beta 1 for them.
+
+    Attributes:
+        score: whose norms scored the weights; count_by: whose effective numbers set the counts.
+        curve: the sparsity at other betas; empty in older files.
+    """
+
+    criterion: str
+    order: float
+    score: str | None = None
+    count_by: Literal["own", "magnitude"] | None = None
+    targets: TargetsRecord
+    sizes: SizesRecord | None = None
+    matrices: dict[str, MatrixRecord]
+    curve: list[CurvePoint] = []
+    warnings: list[str] = []
+
+
+class LossEntry(Part, kw_only=True):
+    """How much can go within a budget of --loss.
+
+    Attributes:
+        flag: the budget as the user wrote it; budget: in nats per token.
+        point: with the sparsity that was found; null: even the least that was tried goes beyond it.
+        parameters: of the model, that are not zero; packed_bytes: of the packed checkpoint.
+    """
+
+    flag: str
+    budget: float
+    point: LossPoint | None = None
+    parameters: int | None = None
+    packed_bytes: int | None = None
+
+
+class LossMeasure(Part, kw_only=True):
+    """What a method's masks can remove within some budgets.
+
+    Attributes:
+        order: of the effective number; null for a fixed share.
+        dense: the dense model's perplexity on the held-out text; sequences, length: of it.
+        points: the curve, by sparsity.
+    """
+
+    method: str
+    order: float | None = None
+    dense: float
+    sequences: int
+    length: int
+    budgets: list[LossEntry]
+    points: list[LossPoint]
+
+
+class Measure(FileRecord, kw_only=True, omit_defaults=False):
+    """The measures of a model."""
+
+    KIND: ClassVar[str] = "measure"
+    VERSION: ClassVar[int] = 3
+
+    source: ModelSource
+    command: str = ""
+    recipe: RecordedRecipe = msgspec.field(default_factory=Recipe)
+    calibration: CalibrationRecord | None = None
+    versions: dict[str, str] = {}
+    measures: list[MeasureEntry]
+    losses: list[LossMeasure] = []
+
+    def __repr__(self) -> str:
+        """A short table of what EMP with beta 1 removes."""
+        rows = [["criterion", "order", "removed %"]]
+        for entry in self.measures:
+            rows.append(
+                [
+                    entry.criterion,
+                    f"{entry.order:g}",
+                    percent_cell(entry.targets.sparsity_of_targets),
+                ]
+            )
+        return table(rows)
+
+
+# Results files: the measurements of `evaluate` on a model, and everything that they depend on.
+
+
+class MadeBy(Part, kw_only=True, omit_defaults=False):
+    """Everything that the numbers depend on.
+
+    Attributes:
+        runtime: "sparse" if the model ran from packed weights.
+    """
+
+    model: ModelIdentity
+    limit: int | None = None
+    text: TextRecord | None = None
+    tasks: list[SuiteTask] = []
+    batch_size: int | str | None = None
+    dtype: str | None = None
+    quantization: QuantizationRecord | None = None
+    device_map: str | None = None
+    runtime: str | None = None
+    ranks: int = 1
+    device: str = ""
+    versions: dict[str, str] = {}
+
+
+class PrunedBy(Part, kw_only=True):
+    """From the report of a pruned checkpoint: the name of the dense model, the recipe, and the
+    sparsity of the targets, and whether it was trained since.
+    """
+
+    of: str = ""
+    recipe: RecordedRecipe
+    sparsity_of_targets: Share = 0.0
+    trained: bool = False
+
+
+class Results(FileRecord, kw_only=True, omit_defaults=False):
+    """The measurements of a suite on one model.
+
+    Attributes:
+        model: the name that the user gave; revision: its commit on the Hub.
+        pruned: recipe and sparsity of a pruned model; null for a dense one.
+        suite, command: name of the suite, and the command line; made_by: everything that the
+            numbers depend on.
+        complete: whether the whole suite is measured.
+        perplexity, tasks: what was measured so far.
+    """
+
+    KIND: ClassVar[str] = "results"
+    VERSION: ClassVar[int] = 4
+
+    model: str
+    revision: str | None = None
+    pruned: PrunedBy | None = None
+    suite: str = "suite"
+    made_by: MadeBy
+    command: str = ""
+    complete: bool = False
+    perplexity: PerplexityRecord | None = None
+    tasks: dict[str, TaskRecord] = {}
+
+    @property
+    def measures(self) -> Measures:
+        """The measurements so far."""
+        return Measures(perplexity=self.perplexity, tasks=self.tasks)
+
+    def take(self, measures: Measures) -> None:
+        """Replace the measurements by these."""
+        self.perplexity = measures.perplexity
+        self.tasks = measures.tasks
+
+
+def pruned_by(report: RunReport) -> PrunedBy:
+    """The part of a pruning report that a results file keeps."""
+    return PrunedBy(
+        of=report.source.model,
+        recipe=report.recipe,
+        sparsity_of_targets=report.targets.sparsity_of_targets,
+        trained=report.trained,
+    )
+
+
+# sweep.jsonl: a line on what made a sweep, and one line for each finished point.
+
+
+class SweepMadeBy(MadeBy, kw_only=True, omit_defaults=False):
+    """Everything that the measurements of all points depend on.
+
+    Attributes:
+        shared: the options that the recipes of all points share, by name.
+        activations: everything that the norms depend on; None if no point needs norms.
+    """
+
+    shared: dict[str, Any] = {}
+    activations: dict[str, Any] | None = None
+
+
+class SweptPoint(RunReport, kw_only=True):
+    """The report of a finished point, which is measured."""
+
+    point: PointRecord
+    masks: str
+    evaluation: EvaluationRecord
+
+    @property
+    def measures(self) -> Measures:
+        """The measurements of the pruned model."""
+        return self.evaluation.pruned or Measures()
+
+
+class Sweep(FileRecord, kw_only=True):
+    """A sweep: in its file, the first line, and a line for each of `points`.
+
+    Attributes:
+        command, source, suite, made_by: everything that it depends on.
+        stages, dense: what its points share: times, and the measurements of the dense model.
+        points: the finished ones.
+    """
+
+    KIND: ClassVar[str] = "sweep"
+    VERSION: ClassVar[int] = 4
+
+    command: str = ""
+    source: ModelSource
+    suite: str = "suite"
+    made_by: SweepMadeBy
+    stages: dict[str, StageRecord] = {}
+    dense: Measures | None = None
+    points: list[SweptPoint] = []
+
+
+def read_sweep(path: Path) -> Sweep:
+    """The sweep in a file. A damaged line, or one that a killed run has half written, is left out
+    with a warning.
+
+    Raises:
+        UserError: the first line is damaged; or a line holds another kind of record or another
+            version of it, or a field is missing or wrong.
+        ReadError: there is no file, or the disk fails.
+    """
+    try:
+        with reading(path):
+            first, *lines = path.read_bytes().splitlines() or [b""]
+        values = parse_own(first, **STRICT)
+    except ReadError:
+        raise
+    except ValueError as error:
+        raise UserError(
+            f"{path}: its first line does not tell a sweep ({quotable(reason(error))}). Move it "
+            "away, and run the sweep again."
+        ) from error
+    sweep = record_of(values, Sweep, f"{path}, line 1")
+    points = {}
+    for number, line in enumerate(lines, 2):
+        try:
+            values = parse_own(line, **STRICT)
+        except ValueError as error:
+            logger.warning(
+                "warning: %s: line %d is damaged (%s). The same sweep measures its point again.",
+                path,
+                number,
+                quotable(reason(error)),
+            )
+            continue
+        point = record_of(values, SweptPoint, f"{path}, line {number}")
+        points[point.point.name] = point
+    sweep.points = list(points.values())
+    return sweep

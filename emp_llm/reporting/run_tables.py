@@ -21,14 +21,15 @@ from emp_llm.evaluation.comparison import (
 )
 from emp_llm.options.recipe import Share
 from emp_llm.records.base import record_of, version_of
-from emp_llm.records.bench import Bench, Speed
-from emp_llm.records.evaluation import CheckRecord
-from emp_llm.records.measure import CurvePoint, Measure, MeasureEntry
+from emp_llm.records.evaluation import Bench, CheckRecord, Speed
 from emp_llm.records.run_report import (
     REPORT_LIMIT,
+    CurvePoint,
     FitRecord,
     LossRecord,
     MatrixRecord,
+    Measure,
+    MeasureEntry,
     RunReport,
     StructureRecord,
     TargetsRecord,

@@ -27,15 +27,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from emp_llm.calibration.activations import Activations
-from emp_llm.calibration.given_norms import read_given_norms
 from emp_llm.checkpoint.files import (
     explain_disk_error,
     how_to_resume,
+    lock,
     read_own,
     remove,
     write_own,
 )
-from emp_llm.checkpoint.locks import lock
 from emp_llm.checkpoint.output import (
     CALIBRATION_FILES,
     bytes_on_disk,
@@ -48,15 +47,21 @@ from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.progress import stage
 from emp_llm.evaluation.comparison import cheaper
 from emp_llm.models.loading import headless_class
-from emp_llm.options.base import GivenOptions
 from emp_llm.options.prune import PruneOptions
 from emp_llm.options.recipe import Effective, Recipe, Share, Wanda
-from emp_llm.pruning.chosen import scores_of, targets_of_folder
-from emp_llm.pruning.outcome import Outcomes
+from emp_llm.options.shared import GivenOptions
+from emp_llm.pruning.counts import scores_of, targets_of_folder
+from emp_llm.pruning.masks import Outcomes
 from emp_llm.pruning.report import sizes_record
 from emp_llm.records.base import Part
-from emp_llm.records.measure import LossEntry, LossMeasure
-from emp_llm.records.run_report import LossPoint, LossRecord, RunReport, read_report
+from emp_llm.records.run_report import (
+    LossEntry,
+    LossMeasure,
+    LossPoint,
+    LossRecord,
+    RunReport,
+    read_report,
+)
 from emp_llm.runs.prune_run import (
     Inputs,
     LossSearch,
@@ -67,7 +72,7 @@ from emp_llm.runs.prune_run import (
     planned_healing,
     work_bytes,
 )
-from emp_llm.runs.run import norms_in
+from emp_llm.runs.run import norms_in, read_given_norms
 from emp_llm.runs.trials import LossCurve
 
 if TYPE_CHECKING:

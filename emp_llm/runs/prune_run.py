@@ -11,36 +11,41 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from emp_llm.calibration.given_norms import read_given_norms, warn_if_foreign
 from emp_llm.calibration.texts import calibration_corpora, self_notes
-from emp_llm.checkpoint.agreement import check_agreement
-from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.checkpoint import Checkpoint, check_agreement
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch, machine_name
 from emp_llm.common.paths import ACTIVATIONS_NAME, REPORT_NAME, SELF_NAME
 from emp_llm.common.progress import load_packages, stage
 from emp_llm.common.ranks import ranks
-from emp_llm.healing.checks import (
+from emp_llm.healing.planning import (
+    HealingPlan,
     check_healable,
+    check_tracker,
     check_trains,
     healing_bytes,
     in_steps,
     sequences_for,
 )
-from emp_llm.healing.memory import HealingPlan
-from emp_llm.healing.tracking import check_tracker
-from emp_llm.hub.local_model import LocalModel, find_model
 from emp_llm.models.architecture import Target
+from emp_llm.models.hub import LocalModel, find_model
 from emp_llm.models.layers import Layer
 from emp_llm.models.one_model import OneModel
 from emp_llm.models.placement import Quantization, max_context, parse_device_map, quantization_of
-from emp_llm.options.base import GivenOptions
 from emp_llm.options.prune import PruneOptions, check_wanted
 from emp_llm.options.recipe import ByCost, Recipe
-from emp_llm.pruning.budget import Budget, with_budget
-from emp_llm.pruning.chosen import Chosen, scores_of, stored_bytes, targets_of_folder
-from emp_llm.pruning.counts import counts_of
+from emp_llm.options.shared import GivenOptions
+from emp_llm.pruning.counts import (
+    Budget,
+    Chosen,
+    counts_of,
+    scores_of,
+    starving_rows,
+    stored_bytes,
+    targets_of_folder,
+    with_budget,
+)
 from emp_llm.pruning.dry_run import (
     DryRun,
     healing_notes,
@@ -51,11 +56,9 @@ from emp_llm.pruning.dry_run import (
 from emp_llm.pruning.masks import Pruner, check_device
 from emp_llm.pruning.report import log_warnings, pruned_before, report_of
 from emp_llm.pruning.scores import Scores
-from emp_llm.pruning.starving import starving_rows
 from emp_llm.pruning.writing import run_signature, write_checkpoint
-from emp_llm.records.corpus import Corpus, samples_of
+from emp_llm.records.base import Corpus, samples_of, stage_records
 from emp_llm.records.run_report import LossRecord, RunReport, read_report
-from emp_llm.records.source import stage_records
 from emp_llm.runs.run import (
     Run,
     calibrate,
@@ -65,6 +68,8 @@ from emp_llm.runs.run import (
     count_steps,
     dense_model,
     heal,
+    read_given_norms,
+    warn_if_foreign,
     why_unchecked,
     write_records,
 )
@@ -76,9 +81,9 @@ if TYPE_CHECKING:
     from emp_llm.calibration.data import CalibrationText
     from emp_llm.calibration.passes import Masker
     from emp_llm.evaluation.evaluate import PreparedSuite
-    from emp_llm.evaluation.suites import Suite
+    from emp_llm.evaluation.results import Suite
     from emp_llm.records.evaluation import Measures, PerplexityRecord
-    from emp_llm.walk.moved import UpdatedWeights
+    from emp_llm.walk.updated import UpdatedWeights
 logger = logging.getLogger(__name__)
 _A_BYTE = 1.5e-9  # seconds, to read it, decide a mask and write it
 _LEAST = 6  # held-out sequences, to decide and to judge
@@ -170,7 +175,7 @@ def find_inputs(
         norms = read_given_norms(options, recipe, given, checks=checks)
     suite = None
     if options.evaluate is not None:
-        from emp_llm.evaluation.suites import find_suite
+        from emp_llm.evaluation.results import find_suite
 
         suite = find_suite(options.evaluate)
     trust = options.trust_remote_code
@@ -530,7 +535,7 @@ def update_weights(
         update: puts the blocks that are not finished into `updated`, given the dense model.
         targets: that it moves.
     """
-    from emp_llm.walk.moved import UpdatedWeights
+    from emp_llm.walk.updated import UpdatedWeights
 
     with stage(name):
         updated = UpdatedWeights(out.fitted, lambda block: out.note(fitted=block))

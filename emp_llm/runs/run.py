@@ -1,45 +1,44 @@
-"""A run: a dense model, what goes from it, and the text that it reads. A run is complete when it
-is made, and never changes; its steps are functions of it.
-
-Torch is imported when a step needs it: a run without a text decides and writes without it.
+"""Input norms from a file of the user, in place of a calibration. Imports no torch before a file
+is read.
 """
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.calibration.texts import generates
+from emp_llm.checkpoint.checkpoint import Checkpoint, config_digest
 from emp_llm.checkpoint.output import OutputFolder, describe_difference
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.machine import Stopwatch, free_memory
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
-from emp_llm.healing.memory import HealingPlan, plan_healing
-from emp_llm.hub.local_model import LocalModel
+from emp_llm.healing.planning import HealingPlan, plan_healing
 from emp_llm.models.architecture import Target
+from emp_llm.models.hub import LocalModel
 from emp_llm.models.layers import Layer
 from emp_llm.models.one_model import OneModel
 from emp_llm.models.placement import Quantization
-from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.recipe import Recipe
-from emp_llm.pruning.chosen import Chosen
-from emp_llm.pruning.scores import as_recorded, sign
-from emp_llm.pruning.writing import (
-    criterion_source,
-    keep_criterion,
-    write_manifest,
+from emp_llm.options.shared import (
+    CalibrationOptions,
+    GivenOptions,
+    NormOptions,
+    QuantizationOptions,
 )
-from emp_llm.records.corpus import Corpus, samples_of
+from emp_llm.pruning.counts import Chosen
+from emp_llm.pruning.scores import as_recorded, sign
+from emp_llm.pruning.writing import criterion_source, keep_criterion, write_manifest
+from emp_llm.records.base import CalibrationRecord, Corpus, ModelIdentity, samples_of
 from emp_llm.records.evaluation import CheckRecord
 from emp_llm.records.run_report import RunReport
-from emp_llm.records.source import CalibrationRecord
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,6 +51,82 @@ if TYPE_CHECKING:
     from emp_llm.records.run_report import HealingRecord
 
 logger = logging.getLogger(__name__)
+
+
+_OF_NORMS = tuple(field.name for field in fields(NormOptions))
+_OF_TEXT = {"calibration", "samples", "seqlen", "seed"}
+_OF_PASSES = tuple(field.name for field in fields(QuantizationOptions))  # of prune
+
+
+def read_given_norms(
+    options: NormOptions, recipe: Recipe, given: GivenOptions, checks: bool = False
+) -> "Activations | None":
+    """The activations of --activations, if given and needed. Options without effect, of the
+    `given` ones, are logged.
+
+    Args:
+        checks: a text that is given checks the run, also if the recipe needs none.
+    """
+    if checks and options.calibration is not None:
+        given = GivenOptions(given - _OF_TEXT)
+    if not recipe.needs_activations:
+        unused = _flags(
+            options,
+            given & ({"activations", "execution"} if recipe.moves else {*_OF_NORMS, *_OF_PASSES}),
+        )
+        if unused:
+            verb = "has" if len(unused) == 1 else "have"
+            logger.warning(
+                "warning: %s %s no effect: method %s needs no activations.",
+                ", ".join(unused),
+                verb,
+                recipe.method,
+            )
+        return None
+    if options.activations is None:
+        return None
+    if not recipe.moves and generates(options.text_name):
+        raise UserError(
+            "--calibration self: --activations holds the norms of a text already. "
+            "Leave out one of them."
+        )
+    unused = (
+        [] if recipe.moves else _flags(options, given & {*_OF_NORMS, *_OF_PASSES} - {"activations"})
+    )
+    if unused:
+        logger.info(
+            "no effect, because the norms of --activations are used: %s.", ", ".join(unused)
+        )
+    from emp_llm.calibration.activations import Activations
+
+    return Activations.load(options.activations)
+
+
+def _flags(options: NormOptions, names: Set[str]) -> list[str]:
+    """The flags of options; a switch that is off has the prefix "no-"."""
+    ordered = [name for name in (*_OF_NORMS, *_OF_PASSES) if name in names]
+    return [
+        f"--{'no-' if getattr(options, name) is False else ''}{name.replace('_', '-')}"
+        for name in ordered
+    ]
+
+
+def warn_if_foreign(activations: "Activations", identity: str, folder: Path) -> None:
+    """Warn if activations come from a model with other weights or another config, whose shapes may
+    be the same.
+    """
+    about = activations.about
+    model = ModelIdentity(identity=identity, sha256_of_config=config_digest(folder))
+    words = None if about.identity is None else about.difference(model)
+    if words is not None:
+        name = about.model or "an unnamed model"
+        logger.warning("warning: the activations come from %s %s (from %s).", words, folder, name)
+
+
+# A run: a dense model, what goes from it, and the text that it reads. A run is complete when it
+# is made, and never changes; its steps are functions of it.
+#
+# Torch is imported when a step needs it: a run without a text decides and writes without it.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +193,7 @@ class Run:
         """Whether the loaded weights are the stored ones, and can be pruned and restored; offloaded
         ones are not.
         """
-        from emp_llm.pruning.loaded_model import holds_stored_weights
+        from emp_llm.pruning.updates import holds_stored_weights
 
         if holds_stored_weights(dense_model(self), self.checkpoint, self.targets):
             return True
@@ -211,7 +286,7 @@ def check(run: Run, folder: Path) -> "PerplexityRecord | None":
     """
     if run.held_out is None:
         return None
-    from emp_llm.evaluation.perplexity import measure_held_out
+    from emp_llm.evaluation.evaluate import measure_held_out
 
     with run.stopwatch("check"):
         return measure_held_out(

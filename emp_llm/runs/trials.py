@@ -25,20 +25,19 @@ from emp_llm.calibration.activations import Activations
 from emp_llm.common.machine import Stopwatch
 from emp_llm.common.tables import percent_cell
 from emp_llm.evaluation.comparison import losses_of, paired_error_of_losses
-from emp_llm.evaluation.perplexity import perplexity
+from emp_llm.evaluation.evaluate import perplexity
 from emp_llm.models.architecture import Target
-from emp_llm.options.model import MaskDevice
 from emp_llm.options.recipe import MOST_BY_COST, ByCost, Magnitude, Recipe, Share, Wanda
+from emp_llm.options.shared import MaskDevice
 from emp_llm.pruning.counts import Numbers, counts_of
-from emp_llm.pruning.loaded_model import prune_loaded
-from emp_llm.pruning.masks import Pruner
-from emp_llm.pruning.outcome import Outcomes
+from emp_llm.pruning.masks import Outcomes, Pruner
 from emp_llm.pruning.scores import Scores
+from emp_llm.pruning.updates import prune_loaded
 from emp_llm.pruning.writing import write_checkpoint
 from emp_llm.records.evaluation import PerplexityRecord
 from emp_llm.records.run_report import LossPoint
 from emp_llm.runs.run import Run, dense_model
-from emp_llm.walk.moved import UpdatedWeights
+from emp_llm.walk.updated import UpdatedWeights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -4,7 +4,6 @@ rows.
 The weights come from a packed folder or an ordinary checkpoint. Only commands import this room.
 """
 
-from emp_llm.runtime.loader import load
-from emp_llm.runtime.sparse_linear import SparseLinear
+from emp_llm.runtime.loader import SparseLinear, load
 
 __all__ = ["SparseLinear", "load"]

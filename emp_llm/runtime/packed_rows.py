@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emp_llm.checkpoint.bits import Bytes, mask_of, nonzero_words, put_zeros_in
-from emp_llm.checkpoint.matrices import WORD, Words
+from emp_llm.checkpoint.matrices import WORD, Bytes, Words, mask_of, nonzero_words, put_zeros_in
 
 WORD_COLUMNS = 64  # weights that a word of a mask covers; each row begins with a new word
 _TILE = 1 << 19  # weights that are dense at a time

@@ -38,9 +38,9 @@ from emp_llm.models.architecture import Architecture, Target, within_block
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.hooks import layer_hooks
 from emp_llm.models.layers import Layer, Shape
+from emp_llm.models.loading import execution_device
 from emp_llm.models.modules import ExpertStack, find_blocks, find_stacks, weight_of
-from emp_llm.models.offload import execution_device
-from emp_llm.options.calibration import Place
+from emp_llm.options.shared import Place
 from emp_llm.records.run_report import FitRecord, UnitsRecord
 from emp_llm.structure.units import (
     Changes,
@@ -55,7 +55,6 @@ from emp_llm.structure.units import (
 from emp_llm.update.least_squares import add_product
 from emp_llm.update.update import Update
 from emp_llm.walk.checks import MOMENT_BYTES
-from emp_llm.walk.moved import Updated, UpdatedWeights
 from emp_llm.walk.update import (
     Block,
     Sums,
@@ -63,6 +62,7 @@ from emp_llm.walk.update import (
     refitted,
     sums_of_ranks,
 )
+from emp_llm.walk.updated import Updated, UpdatedWeights
 
 logger = logging.getLogger(__name__)
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")

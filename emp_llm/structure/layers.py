@@ -30,9 +30,9 @@ from emp_llm.common.machine import in_float64
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel
+from emp_llm.models.loading import execution_device
 from emp_llm.models.modules import bias_of, find_blocks
-from emp_llm.models.offload import execution_device
-from emp_llm.options.calibration import Place
+from emp_llm.options.shared import Place
 from emp_llm.structure.units import (
     Changes,
     Cuts,
@@ -44,7 +44,6 @@ from emp_llm.structure.units import (
 )
 from emp_llm.update.least_squares import symmetric
 from emp_llm.update.update import Moments, Update
-from emp_llm.walk.moved import Updated, UpdatedWeights
 from emp_llm.walk.update import (
     Block,
     Sums,
@@ -56,6 +55,7 @@ from emp_llm.walk.update import (
     sums_of_ranks,
     token_weights,
 )
+from emp_llm.walk.updated import Updated, UpdatedWeights
 
 
 @dataclass(frozen=True, eq=False)

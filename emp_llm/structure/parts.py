@@ -8,26 +8,38 @@ taylor: sum over tokens and columns of |dL/dY * Y|, with Y the inputs of the las
     outputs, the activations of the neurons) and L the loss of the next token.
 """
 
+import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from emp_llm.checkpoint.checkpoint import SAVE_AGAIN
 from emp_llm.common.errors import RefusedError, UserError, shorten_list
 from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel
-from emp_llm.models.layers import Layer, Purpose, Shape
-from emp_llm.structure.scores import taylor_sums
+from emp_llm.models.layers import (
+    ATTENTION_OUTPUTS,
+    GATE_AND_UP,
+    HEAD_NORMS,
+    JOINED,
+    JOINED_BY_GROUP,
+    QUERY_KEY_VALUE,
+    Layer,
+    Purpose,
+    Shape,
+)
+from emp_llm.options.recipe import Recipe
+from emp_llm.structure.choice import taylor_sums
 from emp_llm.structure.units import Changes, Cuts, Indices, Scores, Squares, UnitModel, Units
 from emp_llm.update.update import Update
-from emp_llm.walk.moved import UpdatedWeights
 from emp_llm.walk.update import update_model
+from emp_llm.walk.updated import UpdatedWeights
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,3 +320,282 @@ def _smaller_shapes(
             if expert is None and bias in shapes:
                 shapes[bias] = (shapes[bias][0] - rows,)
     return shapes
+
+
+# MLP neurons, of experts too.
+#
+# A neuron is known by shapes alone: one layer of an MLP maps hidden states to features, or to
+# features and gates, and a later one maps the features back.
+
+
+# A part narrower than this share of the hidden states is a low-rank connection, not an MLP.
+_NARROW = 4
+# Fields that hold the number of neurons, by a word in the name of the MLP; the first that has the
+# number is taken.
+_WIDTHS = (
+    ("shared_expert", ("shared_expert_intermediate_size",)),
+    ("experts", ("moe_intermediate_size", "intermediate_size")),
+    ("", ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Neurons(Parts):
+    """The neurons of one MLP or expert."""
+
+    kind = "neurons"
+    layers = "mlp"
+    rounded = True
+    remedy = (
+        "Its MLP stores gates and features in another order than is known here. Please report the "
+        "class of the model."
+    )
+    missing = (
+        "no MLP whose neurons can be told apart (a layer that reads one activation for each neuron)"
+    )
+
+    @staticmethod
+    def _owner(layer: Layer) -> str:
+        return layer.name.rpartition(".")[0]
+
+    @classmethod
+    def _of_layers(cls, targets: list[Target], model: UnitModel) -> Self | None:
+        hidden = int(model.config.hidden_size)
+        routed = targets[0].layer.expert is not None
+        output = next(
+            (target for target in reversed(targets[1:]) if target.matrix.rows == hidden), None
+        )
+        if output is None or (not routed and _NARROW * output.matrix.columns <= hidden):
+            return None
+        width = output.matrix.columns
+        columns = np.arange(width, dtype=np.int64)[:, None]
+        rows: dict[Target, Indices] = {}
+        for target in targets[: targets.index(output)]:
+            if target.matrix.columns != hidden:
+                continue
+            joined = target.layer.leaf in GATE_AND_UP and not routed
+            if target.matrix.rows == width:
+                rows[target] = columns
+            elif target.matrix.rows == 2 * width and joined:
+                rows[target] = np.concatenate([columns, columns + width], 1)
+        if not rows:
+            return None
+        multiple_of = ""
+        role = output.layer.role
+        # A number of routed experts: of DeepSeek, GLM-4 MoE.
+        shared = getattr(model.config, "n_shared_experts", None)
+        routed_width = getattr(model.config, "moe_intermediate_size", None)
+        if isinstance(shared, int) and isinstance(routed_width, int):
+            is_multiple = width == shared * routed_width and "shared_expert" in role
+            if is_multiple and not model.structure.keep_shapes:
+                multiple_of = _role_of_experts(model, role)
+        return cls.of(output, columns, rows, multiple_of=multiple_of)
+
+    def check(self, recipe: Recipe) -> None:
+        layer = self.output.layer
+        assert recipe.structure is not None
+        multiple = recipe.structure.width_multiple
+        if layer.routed and recipe.name == "taylor":
+            raise UserError(
+                f"{self.name}: --method taylor does not reach experts. Use --method "
+                "wanda or magnitude."
+            )
+        if layer.routed and multiple and multiple * self.output.matrix.itemsize % 16:
+            needed = 16 // self.output.matrix.itemsize
+            raise UserError(
+                f"--width-multiple {multiple}: the products of all experts at once need a width "
+                f"that is a multiple of {needed} in this dtype. Give {needed}, or a multiple of it."
+            )
+
+    def score_of_weights(self, squares: Squares, norms: Scores | None) -> Scores:
+        score = super().score_of_weights(squares, norms)
+        for target, rows in self.rows.items():
+            score = score * np.sqrt(squares(target.matrix, 1))[rows].prod(1)
+        return score
+
+    def collected(self, feature: Callable[[str], Tensor | None]) -> Scores:
+        if self.output.layer.routed and feature(self.name) is None:  # it saw no token
+            return np.zeros(self.output.matrix.columns)
+        return super().collected(feature)
+
+    def fields(self, config: Any, stays: Mapping[int, int]) -> dict[str, Any]:
+        number = stays[self.block]
+        for name in next(names for word, names in _WIDTHS if word in self.role):
+            width = getattr(config, name, 0)
+            if isinstance(width, list) and len(self) in width:
+                return {name: [stays.get(block, value) for block, value in enumerate(width)]}
+            # LFM2 derives the width from this number.
+            derives = name == "intermediate_size" and getattr(
+                config, "block_auto_adjust_ff_dim", False
+            )
+            if derives:
+                return {name: number, "block_auto_adjust_ff_dim": False}
+            if width is None or width == len(self):  # None: left to the default of the model
+                return {name: number}
+        raise self.no_field()
+
+
+def _role_of_experts(model: UnitModel, shared: str) -> str:
+    """The role of the neurons of routed experts beside shared ones, given the role of theirs. A
+    checkpoint may name the layers of the two in other words (down_proj and w2).
+    """
+    before, _, leaf = shared.partition("shared_experts")
+    architecture = model.architecture
+    hidden = int(model.config.hidden_size)
+    outputs = [
+        layer.role
+        for layer in architecture.layers
+        if layer.expert is not None
+        and layer.role.startswith(f"{before}experts.")
+        and architecture.experts[layer.name].rows == hidden
+    ]
+    same = f"{before}experts.*{leaf}"
+    return same if same in outputs or not outputs else outputs[-1]
+
+
+# Attention heads.
+#
+# A head is known by `num_attention_heads`, its output layer (o_proj, out_proj, c_proj, dense) and
+# the layers that make queries, keys and values, apart or in one matrix. What is not so named or
+# shaped is refused.
+
+
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
+
+
+@dataclass(frozen=True, eq=False)
+class Heads(Parts):
+    """The heads of one attention; with shared keys and values, a unit may be a group of them.
+
+    Attributes:
+        heads: query heads in a unit.
+        keys: heads of keys and values in a unit.
+    """
+
+    kind = "heads"
+    layers = "attention"
+    missing = (
+        "no attention whose heads can be told apart (each head must have outputs of its own in "
+        "layers of usual names)"
+    )
+
+    remedy = (
+        "Its attention may depend on the number of heads; add --keep-shapes. Or it stores queries, "
+        "keys and values in another order than is known here."
+    )
+    remedy_of_zeros = (
+        "It stores queries, keys and values in another order than is known here, so its heads "
+        "cannot be pruned. Please report the class of the model, and use --structure neurons."
+    )
+
+    heads: int
+    keys: int
+
+    @staticmethod
+    def _owner(layer: Layer) -> str:
+        return ""
+
+    @classmethod
+    def _of_layers(cls, targets: list[Target], model: UnitModel) -> Self | None:
+        by_leaf = {target.layer.leaf: target for target in targets}
+        output = next((by_leaf[leaf] for leaf in ATTENTION_OUTPUTS if leaf in by_leaf), None)
+        number = getattr(model.config, "num_attention_heads", None)
+        if output is None or not isinstance(number, int) or output.matrix.columns % number:
+            return None
+        width = output.matrix.columns // number  # of a head
+        made = _queries_keys_values(by_leaf, number, width)
+        if made is None:
+            return None
+        module = output.name.rpartition(".")[0]
+        # A norm over all heads needs all of them.
+        sizes = [rows.size for _, rows in made[:2]]
+        for norm in HEAD_NORMS:
+            size = math.prod(model.architecture.shapes.get(f"{module}.{norm}.weight", ()))
+            if number > 1 and size != width and size in sizes:
+                return None
+        keys = len(made[1][1])
+        places = np.zeros(keys, dtype=np.int64)
+        together = number // keys
+        # Keys and values belong to all heads, so that they stay.
+        if keys == 1 < number:
+            places = np.arange(number) // together
+            together = 1
+            made = made[:1]
+        units = number // together
+        rows_of: dict[Target, Indices] = {}
+        for target, rows in made:
+            rows = rows.reshape(units, -1)
+            before = rows_of.get(target, rows[:, :0])
+            rows_of[target] = np.concatenate([before, rows], 1)
+        columns = np.arange(number * width, dtype=np.int64).reshape(units, -1)
+        keys_in_unit = int(len(made) > 1)
+        return cls.of(output, columns, rows_of, places, heads=together, keys=keys_in_unit)
+
+    @property
+    def noun(self) -> str:
+        return f"groups of {self.heads} heads" if self.heads > 1 else self.kind
+
+    @property
+    def scored(self) -> list[Target]:
+        return [self.output]
+
+    def fields(self, config: Any, stays: Mapping[int, int]) -> dict[str, Any]:
+        number = stays[self.block]
+        fields = {"num_attention_heads": number * self.heads}
+        if self.keys:
+            name = next((name for name in _KEY_HEADS if hasattr(config, name)), _KEY_HEADS[0])
+            fields[name] = number
+        return fields | {"head_dim": self.columns.shape[1] // self.heads}
+
+    def kept_outputs(
+        self, model: PreTrainedModel, kept: Indices, run: Callable[[], Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
+        if len(kept) == len(self):
+            return None
+        columns = torch.from_numpy(self.columns)
+        inputs: list[Tensor] = []
+
+        def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            inputs.append(args[0].float().cpu().flatten(0, -2))
+
+        with model.get_submodule(self.output.layer.name).register_forward_pre_hook(note):
+            logits = run()
+        heads = columns[torch.from_numpy(kept)]
+        if inputs[0].shape[-1] == columns.numel():  # all shapes are kept
+            return logits, inputs[0][:, heads]
+        return logits, inputs[0].reshape(-1, *heads.shape)
+
+
+def _queries_keys_values(
+    by_leaf: Mapping[str, Target], number: int, width: int
+) -> list[tuple[Target, Indices]] | None:
+    """The layers that make queries, keys and values, and the outputs of each head, shape (heads,
+    outputs); None if the layers have other names, or their shapes do not fit.
+
+    Args:
+        by_leaf: the layers of an attention, by the last component of their names.
+        number: of heads.
+        width: of a head.
+    """
+    joined = next((by_leaf[leaf] for leaf in (*JOINED, *JOINED_BY_GROUP) if leaf in by_leaf), None)
+    if joined is not None:
+        keys, rest = divmod(joined.matrix.rows - number * width, 2 * width)
+        if rest or keys < 1 or number % keys:
+            return None
+        rows = np.arange(joined.matrix.rows, dtype=np.int64).reshape(-1, width)
+        if joined.layer.leaf in JOINED:
+            return [(joined, heads) for heads in np.split(rows, [number, number + keys])]
+        groups = rows.reshape(keys, number // keys + 2, width)
+        queries = groups[:, :-2].reshape(number, width)
+        return [(joined, queries), (joined, groups[:, -2]), (joined, groups[:, -1])]
+    if not by_leaf.keys() >= set(QUERY_KEY_VALUE):
+        return None
+    layers = [by_leaf[leaf] for leaf in QUERY_KEY_VALUE]
+    query_rows, key_rows, value_rows = (layer.matrix.rows for layer in layers)
+    keys, rest = divmod(value_rows, width)
+    if rest or keys < 1 or number % keys or query_rows % number or key_rows % keys:
+        return None
+    return [
+        (layer, np.arange(layer.matrix.rows, dtype=np.int64).reshape(count, -1))
+        for layer, count in zip(layers, (number, keys, keys), strict=True)
+    ]

@@ -1,6 +1,4 @@
-"""Structured pruning: a smaller model without whole attention heads, MLP neurons, experts or
-decoder layers.
-"""
+"""The units of a model, of any kind."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from emp_llm.checkpoint.checkpoint import identity_of
+from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.checkpoint.files import unfinished, write_bytes
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import NothingRemovedError, UserError, format_bytes
@@ -23,19 +21,11 @@ from emp_llm.common.paths import STRUCTURE_NAME, SUMS_NAME
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
 from emp_llm.common.tables import percent_cell
-from emp_llm.models.architecture import Target
+from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.blockwise import BlockwiseModel
-from emp_llm.models.loading import check_head, load_model
-from emp_llm.models.offload import is_offloaded
-from emp_llm.options.recipe import (
-    Effective,
-    Match,
-    Recipe,
-    Share,
-    Structure,
-)
-from emp_llm.pruning.budget import Budget
-from emp_llm.pruning.chosen import Chosen
+from emp_llm.models.loading import build_skeleton, check_head, is_offloaded, load_model
+from emp_llm.options.recipe import Effective, Match, Recipe, Share, Structure
+from emp_llm.pruning.counts import Budget, Chosen
 from emp_llm.pruning.dry_run import DryRun
 from emp_llm.pruning.scores import as_recorded
 from emp_llm.records.run_report import (
@@ -58,9 +48,10 @@ from emp_llm.runs.prune_run import (
     update_weights,
 )
 from emp_llm.runs.run import check, dense_model
-from emp_llm.structure.choice import Choice, Removed, choose_units, count_removed
-from emp_llm.structure.scores import unit_scores
-from emp_llm.structure.unit_model import unit_model
+from emp_llm.structure.choice import Choice, Removed, choose_units, count_removed, unit_scores
+from emp_llm.structure.experts import Experts
+from emp_llm.structure.layers import Layers
+from emp_llm.structure.parts import Heads, Neurons
 from emp_llm.structure.units import Changes, Indices, Scores, UnitModel, Units
 from emp_llm.structure.writing import (
     active_parameters,
@@ -70,9 +61,55 @@ from emp_llm.structure.writing import (
     write_smaller_checkpoint,
 )
 from emp_llm.walk.checks import check_blocks_separable, update_warnings
-from emp_llm.walk.moved import UpdatedWeights
+from emp_llm.walk.updated import UpdatedWeights
 
 logger = logging.getLogger(__name__)
+
+
+# Their names are those of `options.recipe.UNIT_KINDS`.
+KINDS: dict[str, type[Units]] = {kind.kind: kind for kind in (Heads, Neurons, Experts, Layers)}
+
+
+def unit_model(
+    folder: Path,
+    structure: Structure,
+    blocks: str | None = None,
+    trust_remote_code: bool = False,
+) -> UnitModel:
+    """The heads, neurons, experts or layers of a model. No weight is read.
+
+    Args:
+        folder: of the model.
+        structure: which units.
+        blocks: name of the list of decoder blocks; None: detected.
+        trust_remote_code: run code from the model's folder.
+
+    Raises:
+        UserError: the model has no such units, or they are stored in a form that cannot be pruned.
+    """
+    checkpoint = Checkpoint(folder)
+    if checkpoint.config.get("quantization_config") is not None:
+        raise UserError(
+            f"{folder}: it is quantised, and --structure needs plain weights. Prune "
+            "the original model."
+        )
+    skeleton = build_skeleton(folder, trust_remote_code)
+    if getattr(skeleton.config, "is_encoder_decoder", False):
+        raise UserError(
+            f"{folder}: --structure is for decoder-only models, and this one has an encoder."
+        )
+    architecture = Architecture.of_model(checkpoint, skeleton, blocks)
+    model = UnitModel(skeleton, architecture, structure)
+    for name in structure.removed:
+        model.units.extend(KINDS[name].find(model, blocks))
+    model.units.sort(key=lambda units: units.block)  # of a block, heads come first
+    return model
+
+
+# Structured pruning: a smaller model without whole attention heads, MLP neurons, experts or
+# decoder layers.
+
+
 _NEARLY = 0.9  # of the units that the rule removes
 _FEW = 12  # experts or layers; a dry run shows the size with each number of them
 Feature = Callable[[str], Tensor | None]

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.checkpoint import Checkpoint, StoredTensor
 from emp_llm.checkpoint.files import write_json
-from emp_llm.checkpoint.headers import StoredTensor
 from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.ranks import ranks
@@ -30,7 +29,7 @@ from emp_llm.models.layers import Layer, Shape
 from emp_llm.options.recipe import Recipe, Structure
 from emp_llm.records.run_report import UnitsRecord
 from emp_llm.update.update import Update
-from emp_llm.walk.moved import UpdatedWeights
+from emp_llm.walk.updated import UpdatedWeights
 
 Indices = NDArray[np.int64]
 Scores = NDArray[np.float64]

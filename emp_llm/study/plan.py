@@ -14,28 +14,32 @@ from typing import Any, Literal, get_type_hints
 import msgspec
 import yaml
 
-from emp_llm.calibration.hub_data import hub_answers
 from emp_llm.calibration.texts import (
     calibration_corpora,
     check_there,
     generates,
+    hub_answers,
     names_in,
     read_toml,
     with_path,
 )
 from emp_llm.common.declared import flag_of
 from emp_llm.common.errors import UserError, quotable, reason
-from emp_llm.evaluation.suites import find_suite
-from emp_llm.hub.local_model import find_config
+from emp_llm.evaluation.results import find_suite
+from emp_llm.models.hub import find_config
 from emp_llm.models.loading import NoModelClassError, build_skeleton
-from emp_llm.options.base import check_values, parse_list
-from emp_llm.options.calibration import TEXT
-from emp_llm.options.flat import RecipeWords
 from emp_llm.options.prune import check_recipe
-from emp_llm.options.study import DEFAULT_SUITE, PlanOptions
-from emp_llm.options.sweep import METHODS, PointOptions, SweepOptions, plan_points
-from emp_llm.records.base import converted
-from emp_llm.records.corpus import Corpus
+from emp_llm.options.shared import TEXT, check_values, parse_list
+from emp_llm.options.sweep import (
+    DEFAULT_SUITE,
+    METHODS,
+    PlanOptions,
+    PointOptions,
+    SweepOptions,
+    plan_points,
+)
+from emp_llm.options.words import RecipeWords
+from emp_llm.records.base import Corpus, converted
 from emp_llm.reporting.studies import short_model_name
 
 logger = logging.getLogger(__name__)

@@ -8,12 +8,20 @@ from emp_llm.common.errors import UserError, count_of, printable, quotable, shor
 from emp_llm.common.paths import REPORT_NAME, data_folder
 from emp_llm.common.tables import markdown_text
 from emp_llm.evaluation.comparison import Value, in_percent
-from emp_llm.options.flat import recipe_of
+from emp_llm.options.words import recipe_of
 from emp_llm.records.base import read_record
-from emp_llm.records.results import Results
+from emp_llm.records.run_report import Results
 from emp_llm.reporting import studies
-from emp_llm.reporting.points import all_columns, point_rows, points_markdown, points_text
-from emp_llm.reporting.studies import Point, SuiteResult, results_point, short_model_name
+from emp_llm.reporting.studies import (
+    Point,
+    SuiteResult,
+    all_columns,
+    point_rows,
+    points_markdown,
+    points_text,
+    results_point,
+    short_model_name,
+)
 from emp_llm.study.plan import Study
 
 _PUBLISHED_BLOCK = 2048

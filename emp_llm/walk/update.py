@@ -39,9 +39,9 @@ from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel, HiddenStates, Step, Walk
 from emp_llm.models.hooks import layer_hooks
 from emp_llm.models.layers import Layer
+from emp_llm.models.loading import execution_device
 from emp_llm.models.modules import as_created, bias_of, set_to_zero, weight_of
-from emp_llm.models.offload import execution_device
-from emp_llm.options.calibration import Place
+from emp_llm.options.shared import Place
 from emp_llm.records.run_report import FitRecord
 from emp_llm.selection.rule import NonFiniteError
 from emp_llm.update.least_squares import (
@@ -53,7 +53,7 @@ from emp_llm.update.least_squares import (
 )
 from emp_llm.update.update import Allowed, Moments, Pattern, Update
 from emp_llm.walk.checks import MOMENT_BYTES, held_out, updatable
-from emp_llm.walk.moved import Updated, UpdatedWeights, round_to_stored
+from emp_llm.walk.updated import Updated, UpdatedWeights, round_to_stored
 
 _SAME = 0.01  # rounding of bfloat16, relative
 OfTarget = Callable[[Target], Tensor]

@@ -24,8 +24,7 @@ from emp_llm.evaluation.comparison import (
     values_of,
 )
 from emp_llm.records.base import read_record
-from emp_llm.records.results import Results
-from emp_llm.records.run_report import read_report
+from emp_llm.records.run_report import Results, read_report
 
 # Name of the output -> row of the table, and the options of its prune.
 RUNS = {

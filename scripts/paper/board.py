@@ -24,8 +24,7 @@ from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.tables import Rows, markdown_table
 from emp_llm.evaluation.comparison import Value, shown_change
 from emp_llm.records.base import read_record
-from emp_llm.records.results import Results
-from emp_llm.records.run_report import RunReport
+from emp_llm.records.run_report import Results, RunReport
 from emp_llm.reporting.studies import short_model_name
 from emp_llm.study.plan import read_study
 

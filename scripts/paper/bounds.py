@@ -19,7 +19,7 @@ from paper_pages import Page, options_of, written_page
 from torch import Tensor
 
 from emp_llm.common.tables import markdown_table
-from emp_llm.reporting.figures import COLOURS, MARKERS, drawn, new_figure
+from emp_llm.reporting.page import COLOURS, MARKERS, drawn, new_figure
 from emp_llm.selection.effective import (
     effective_mask,
     effective_mass,

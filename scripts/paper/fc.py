@@ -23,8 +23,8 @@ from torch import nn
 from training import Schedule, evaluate_on, trained
 from vision_data import ImageData, image_data
 
-from emp_llm.in_memory.prune_model import prune_model
-from emp_llm.options.flat import recipe_of
+from emp_llm.options.words import recipe_of
+from emp_llm.runs.prune_model import prune_model
 
 EPOCHS = {"fc2": 5, "fc5": 5, "fc12": 10}
 TRAININGS = {"fc2": 2, "fc5": 2, "fc12": 1}

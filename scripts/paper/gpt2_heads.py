@@ -81,9 +81,9 @@ class HeadModel:
         import torch
 
         from emp_llm.calibration.texts import find_corpus
-        from emp_llm.evaluation.perplexity import block_length, text_tokens
-        from emp_llm.evaluation.suites import find_suite
-        from emp_llm.hub.local_model import find_model
+        from emp_llm.evaluation.evaluate import block_length, text_tokens
+        from emp_llm.evaluation.results import find_suite
+        from emp_llm.models.hub import find_model
         from emp_llm.models.loading import load_tokenizer
 
         self.name = name
@@ -146,7 +146,7 @@ class HeadModel:
         return load_model(folder, self.device, self.options.dtype)
 
     def _measure(self, model: Any) -> PerplexityRecord:
-        from emp_llm.evaluation.perplexity import perplexity
+        from emp_llm.evaluation.evaluate import perplexity
 
         return perplexity(model, self.tokens, self.block, limit=self.options.limit)
 

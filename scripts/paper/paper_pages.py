@@ -18,7 +18,7 @@ from vision_data import DATA
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import available_cores, processor_name
 from emp_llm.common.paths import cache_folder
-from emp_llm.reporting.figures import Drawing
+from emp_llm.reporting.page import Drawing
 
 PAGES = Path(__file__).parents[2] / "docs" / "paper"
 

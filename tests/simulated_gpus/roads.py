@@ -25,7 +25,7 @@ import torch
 import transformers
 from conftest import DEMO
 
-import emp_llm.evaluation.harness  # these are imported once for all roads
+import emp_llm.evaluation.evaluate  # these are imported once for all roads
 import emp_llm.healing.training
 import emp_llm.structure.prune_structure  # noqa: F401
 from emp_llm import prune_model, reapply_mask, recipe_of

@@ -1,8 +1,17 @@
-"""A run of `sweep`: what its points share, and how each of them is measured."""
+"""The folder of a sweep.
 
+DIR/sweep.jsonl               a line on what makes the sweep, and one for each finished point
+DIR/activations.safetensors   the norms of its calibration
+DIR/self.jsonl                the calibration text, if the model itself wrote it
+DIR/points/NAME/              the checkpoint of a point, under --keep
+DIR/.sweep.jsonl.lock, .calibration, .unfinished, points/.NAME.partial    unfinished work
+"""
+
+import json
 import logging
-from collections.abc import Mapping
-from contextlib import ExitStack
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,43 +20,199 @@ import msgspec
 
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.data import calibration_data, keep_generated
-from emp_llm.calibration.given_norms import read_given_norms, warn_if_foreign
 from emp_llm.calibration.passes import calibration_signature, fit_origin
-from emp_llm.checkpoint.output import OutputFolder
+from emp_llm.checkpoint.files import (
+    explain_disk_error,
+    lock,
+    own_line,
+    remove,
+    sync_path,
+    write_bytes,
+)
+from emp_llm.checkpoint.output import (
+    CALIBRATION_FILES,
+    OutputFolder,
+    check_apart,
+    check_own,
+    describe_difference,
+)
 from emp_llm.common.declared import as_tree
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch, command_line
-from emp_llm.common.paths import ACTIVATIONS_NAME, MANIFEST_NAME, SELF_NAME
+from emp_llm.common.paths import ACTIVATIONS_NAME, MANIFEST_NAME, SELF_NAME, SWEEP_NAME
 from emp_llm.common.progress import stage
 from emp_llm.evaluation.evaluate import PreparedSuite, evaluation_record, measure, prepare_suite
-from emp_llm.evaluation.results import new_results
-from emp_llm.evaluation.suites import Suite
-from emp_llm.hub.local_model import find_model
+from emp_llm.evaluation.results import Suite, new_results
+from emp_llm.models.hub import find_model
 from emp_llm.models.loading import load_tokenizer
 from emp_llm.models.one_model import OneModel
-from emp_llm.options.base import GivenOptions
-from emp_llm.options.calibration import NormOptions
-from emp_llm.options.flat import RecipeWords
-from emp_llm.options.model import LoadingOptions, ModelOptions
 from emp_llm.options.recipe import Given, Match, Own, Recipe
+from emp_llm.options.shared import GivenOptions, LoadingOptions, ModelOptions, NormOptions
 from emp_llm.options.sweep import SweepOptions, SweepPoint
-from emp_llm.pruning.chosen import scores_of, targets_of_folder
-from emp_llm.pruning.counts import Numbers, counts_of, match
-from emp_llm.pruning.masks import Pruner, check_device
-from emp_llm.pruning.outcome import ALL_KEPT, masks_digest
+from emp_llm.options.words import RecipeWords
+from emp_llm.pruning.counts import Numbers, counts_of, match, scores_of, targets_of_folder
+from emp_llm.pruning.masks import ALL_KEPT, Pruner, check_device, masks_digest
 from emp_llm.pruning.report import report_of
 from emp_llm.pruning.scores import as_recorded, own_sources
 from emp_llm.pruning.updates import move_weights
 from emp_llm.pruning.writing import run_signature, write_checkpoint
+from emp_llm.records.base import stage_records
 from emp_llm.records.evaluation import Measures
-from emp_llm.records.source import stage_records
-from emp_llm.records.sweep import Sweep, SweepMadeBy, SweptPoint
-from emp_llm.runs.run import Run, dense_model, norms_in, write_records
-from emp_llm.runs.sweep_folder import SweepFolder, finished, point_record
+from emp_llm.records.run_report import PointRecord, Sweep, SweepMadeBy, SweptPoint, read_sweep
+from emp_llm.runs.run import (
+    Run,
+    dense_model,
+    norms_in,
+    read_given_norms,
+    warn_if_foreign,
+    write_records,
+)
 from emp_llm.runs.trials import try_masks
-from emp_llm.walk.moved import UpdatedWeights
+from emp_llm.walk.updated import UpdatedWeights
 
 logger = logging.getLogger(__name__)
+
+
+# In the order of their deletion.
+_OWN = (
+    "points",
+    "activations.safetensors",
+    SELF_NAME.name,
+    ".calibration",
+    ".unfinished",
+    SWEEP_NAME,
+)
+
+
+def point_record(point: SweepPoint) -> PointRecord:
+    """A point as a report records it."""
+    recipe = as_recorded(point.recipe)
+    return PointRecord(name=point.name, recipe=recipe, baseline_of=point.baseline_of)
+
+
+def finished(sweep: Sweep | None, point: SweepPoint) -> SweptPoint | None:
+    """The report of a point; None if it is not finished."""
+    asked = point_record(point)
+    return next((each for each in sweep.points if each.point == asked), None) if sweep else None
+
+
+class SweepFolder:
+    """The folder of a sweep. It keeps the finished points, so that the same sweep resumes and a
+    larger sweep extends it.
+
+    Args:
+        path: the folder; created by `lock` if missing.
+        source: the folder of the dense model; never touched.
+
+    Attributes:
+        activations: file in the folder; points: parent of the checkpoints; calibration, scratch:
+            folders for unfinished work.
+        record: what its file says; known from `begin` on.
+
+    Raises:
+        UserError: the path exists and is not the folder of a sweep, or it contains the source or
+            lies in it.
+    """
+
+    record: Sweep
+
+    def __init__(self, path: Path, source: Path) -> None:
+        self.path = Path(path)
+        self.points = self.path / "points"
+        self.activations = self.path / "activations.safetensors"
+        self.calibration = self.path / ".calibration"
+        self.scratch = self.path / ".unfinished"
+        self._file = self.path / SWEEP_NAME
+        check_apart(path, [source])
+        if os.path.lexists(self.path) and not self._ours():
+            raise UserError(
+                f"--output {path}: it exists and is not the folder of a sweep; name another folder."
+            )
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder for one run."""
+        with lock(self._file, f"--output {self.path}"):
+            check_own(self.points, ("*",))
+            check_own(self.calibration, CALIBRATION_FILES)
+            check_own(self.scratch, ("*",))
+            try:
+                yield
+            except Exception as error:
+                explained = explain_disk_error(error, self.path, [self.path])
+                if explained is None:
+                    raise
+                raise explained from error
+
+    def held(self) -> Sweep | None:
+        """The sweep in the folder; None if it has not begun. UserError if it cannot be read."""
+        return read_sweep(self._file) if self._file.is_file() else None
+
+    def begin(self, record: Sweep, overwrite: bool) -> None:
+        """Resume the sweep in the folder, or begin one.
+
+        Args:
+            record: the sweep without points. The `activations` that it is made by are None if no
+                point needs norms; then it matches any activations in the folder.
+            overwrite: discard a different sweep.
+
+        Raises:
+            UserError: the folder holds a different sweep, and `overwrite` is false.
+        """
+        held = self.held()
+        if held is not None:
+            before = held.made_by.as_dict()
+            asked = record.made_by.as_dict()
+            kept = held.made_by.activations
+            if kept is None or record.made_by.activations is None:
+                before["activations"] = asked["activations"]
+            difference = describe_difference(before, asked)
+            if difference is None:
+                record.made_by.activations = record.made_by.activations or kept
+                record.stages = held.stages
+                record.dense = held.dense
+                record.points = held.points
+            elif not overwrite:
+                raise UserError(
+                    f"--output {self.path}: it holds a sweep with {difference}. Name another "
+                    "folder, or add --overwrite to discard it."
+                )
+            else:
+                for name in _OWN:
+                    remove(self.path / name)
+        remove(self.scratch)  # left by an interrupted run
+        self.record = record
+        self.save()
+
+    def save(self) -> None:
+        """Write the file of the sweep anew."""
+        first = _line(msgspec.structs.replace(self.record, points=[]))
+        write_bytes(self._file, first + b"".join(map(_line, self.record.points)))
+
+    def add(self, report: SweptPoint) -> None:
+        """Add a finished point; another one of its name goes."""
+        others = [each for each in self.record.points if each.point.name != report.point.name]
+        self.record.points = [*others, report]
+        with self._file.open("ab") as file:
+            file.write(_line(report))
+        sync_path(self._file)
+        remove(self.scratch)
+
+    def _ours(self) -> bool:
+        """Whether the path is the folder of a sweep that has at least begun, or empty."""
+        if not self.path.is_dir():
+            return False
+        first = f".{SWEEP_NAME}."  # of a run that was killed at its first file
+        return self._file.is_file() or all(
+            entry.name.startswith(first) for entry in self.path.iterdir()
+        )
+
+
+def _line(record: Sweep | SweptPoint) -> bytes:
+    return own_line(json.loads(record.as_json()))
+
+
+# A run of `sweep`: what its points share, and how each of them is measured.
 
 
 @dataclass(frozen=True, kw_only=True)

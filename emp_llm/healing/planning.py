@@ -1,31 +1,134 @@
-"""How a model heals, by the memory of the devices on which it will lie: whole, with as many
-sequences at a time as fit, or block by block. It is known before the first pass of a run.
+"""What is known of a healing before it: whether it is possible, its memory and its disk."""
 
-All of it is arithmetic on config.json and the headers of the checkpoint; docs/gpu.md compares it
-with measured runs.
-"""
-
+import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import msgspec
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.common.errors import UserError, count_of, format_bytes, quotable
+from emp_llm.common.errors import UserError, count_of, format_bytes, quotable, reason
 from emp_llm.common.machine import available_memory, has_bfloat16
 from emp_llm.common.ranks import ranks
-from emp_llm.healing.checks import POSITIONS, SEQUENCES, healing_weights
 from emp_llm.models.architecture import Target
 from emp_llm.models.placement import indexed, parse_device_map
-from emp_llm.options.calibration import Place
-from emp_llm.options.recipe import Heal, Recipe
-from emp_llm.walk.checks import check_blocks_separable
+from emp_llm.options.recipe import MOST_STEPS, Heal, Recipe
+from emp_llm.options.shared import Place
+from emp_llm.records.base import Corpus
+from emp_llm.walk.checks import check_blocks_separable, check_update, held_out
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
+
+
+SEQUENCES = 4  # of a step
+SET_ASIDE = 16  # sequences that choose the step, at most
+POSITIONS = 32  # of a sequence whose probabilities are in memory in float32 at a time
+# Of a weight on disk, at most: the best, the last and the next checkpoint, each with its value and
+# two moments in bfloat16.
+HEALING_BYTES = 3 * 8
+
+
+def check_healable(config: Any, targets: Sequence[Target] | None = None) -> None:
+    """Raise UserError if weights cannot be trained: because of the model's config, or of how
+    targets are stored.
+    """
+    from emp_llm.models.loading import headless_class
+
+    if targets is not None:
+        check_update(targets, "--heal", "Leave out --heal")
+    if config.get("is_encoder_decoder"):
+        raise UserError(
+            "--heal is for decoders, and this model has an encoder too. Leave out --heal."
+        )
+    if (name := headless_class(config)) is not None:
+        raise UserError(
+            f"--heal learns the probabilities of tokens, and {name} has no head for "
+            "them. Leave out --heal."
+        )
+
+
+def check_trains(samples: int, length: int) -> None:
+    """Raise UserError for a text of too few sequences for a step, or of a single token each."""
+    if length < 2:
+        raise UserError(
+            "--heal: a sequence of 1 token has no next token to predict. Give a higher --seqlen."
+        )
+    if samples <= SEQUENCES:
+        raise UserError(
+            f"--heal: the text has {count_of(samples, 'sequence')}, and {SEQUENCES + 1} are "
+            f"needed: {SEQUENCES} for a step, and one that is held out. Give more --samples, or a "
+            "lower --seqlen."
+        )
+
+
+def set_aside(sequences: int) -> int:
+    """How many sequences of a text choose the step, and are not trained on: one of sixteen, and at
+    most 16.
+    """
+    return min(SET_ASIDE, held_out(sequences))
+
+
+def sequences_for(steps: int) -> int:
+    """How many sequences `steps` steps read if none is read twice."""
+    return SEQUENCES * steps + SET_ASIDE
+
+
+def in_steps(heal: Heal, corpora: Sequence[Corpus]) -> Heal:
+    """The same healing with the steps that read its tokens.
+
+    Args:
+        corpora: its text; all have the same seqlen.
+
+    Raises:
+        UserError: the tokens are too few for a step, or too many.
+    """
+    if heal.tokens is None:
+        return heal
+    length = corpora[0].seqlen or 0
+    of_step = SEQUENCES * length
+    if not of_step <= heal.tokens <= MOST_STEPS * of_step:
+        raise UserError(
+            f"--heal-tokens {heal.tokens:g}: a step reads {SEQUENCES} sequences of {length:,} "
+            f"tokens. Give {of_step:,} to {MOST_STEPS * of_step:,}."
+        )
+    return replace(heal, steps=int(heal.tokens // of_step), tokens=None)
+
+
+def healing_weights(checkpoint: Checkpoint, targets: Sequence[Target], heal: Heal) -> int:
+    """An upper bound on the number of weights that healing moves."""
+    return (
+        checkpoint.parameters
+        if heal.weights == "all"
+        else sum(target.matrix.numel for target in targets)
+    )
+
+
+def healing_bytes(
+    checkpoint: Checkpoint, targets: Sequence[Target], heal: Heal, by_blocks: bool
+) -> int:
+    """An upper bound on the disk that healing takes beside the output."""
+    if by_blocks:  # the weights of finished blocks are kept
+        return sum(target.matrix.numel * target.matrix.itemsize for target in targets)
+    return HEALING_BYTES * healing_weights(checkpoint, targets, heal)
+
+
+# How a model heals, by the memory of the devices on which it will lie: whole, with as many
+# sequences at a time as fit, or block by block. It is known before the first pass of a run.
+#
+# All of it is arithmetic on config.json and the headers of the checkpoint; docs/gpu.md compares it
+# with measured runs.
+
 
 Parts = dict[str, int]
 _ON_GPU = 0.92  # of its free memory; the rest is for the allocator's gaps and the libraries
@@ -445,3 +548,92 @@ def free_on(device: "torch.device") -> int:
 def ranks_here() -> int:
     """The number of ranks that share this machine's memory."""
     return min(ranks().count, int(os.environ.get("LOCAL_WORLD_SIZE") or ranks().count))
+
+
+# The numbers of a training, sent to a tracker while it runs.
+
+
+PROJECT = "emp-llm"  # of the run, in a tracker that has projects
+FOLDER = "runs"  # of TensorBoard's files, in the current folder
+Log = Callable[[Mapping[str, float], int], None]
+
+
+def check_tracker(name: str) -> None:
+    """Raise UserError for a tracker that is not installed."""
+    if name == "none":
+        return
+    found = find_spec(name)
+    if found is None or found.origin is None:  # a folder, such as the one that wandb writes
+        raise UserError(f"--report-to {name} needs the package {name}: pip install {name}")
+
+
+@contextmanager
+def tracking(name: str, run: str, settings: Mapping[str, Any]) -> Iterator[Log | None]:
+    """A function that sends the numbers of a step, by name; None without a tracker, and on all
+    ranks but the first. A failure to send, or to finish, ends no run.
+
+    Args:
+        name: "none", "trackio", "tensorboard" or "wandb".
+        run: its name in the tracker.
+        settings: of the training.
+
+    Raises:
+        UserError: the tracker is not installed, or does not start.
+    """
+    if name == "none" or not ranks().main:
+        yield None
+        return
+    check_tracker(name)
+    shown = threading.excepthook
+    threading.excepthook = partial(_in_thread, shown)
+    try:
+        send, end = _tensorboard(run) if name == "tensorboard" else _service(name, run, settings)
+    # A folder that cannot be written, a missing login, a network: kinds of their own.
+    except (Exception, SystemExit) as error:
+        threading.excepthook = shown
+        raise UserError(f"--report-to {name}: it does not start ({reason(error)}).") from error
+    failed = False
+
+    def attempt(work: Callable[[], Any]) -> None:
+        nonlocal failed
+        try:
+            work()
+        except (Exception, SystemExit) as error:
+            if not failed:
+                logger.warning(
+                    "warning: --report-to %s: numbers are lost (%s). The run goes on.",
+                    name,
+                    reason(error),
+                )
+            failed = True
+
+    try:
+        yield lambda numbers, step: attempt(partial(send, numbers, step))
+    finally:
+        attempt(end)
+        threading.excepthook = shown
+
+
+def _in_thread(shown: Callable[[threading.ExceptHookArgs], Any], about: Any) -> None:
+    """Show what ends a thread, unless it is TensorBoard's, whose next call raises it again."""
+    if not type(about.thread).__module__.startswith("tensorboard."):
+        shown(about)
+
+
+def _tensorboard(run: str) -> tuple[Log, Callable[[], Any]]:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(f"{FOLDER}/{run}")
+
+    def send(numbers: Mapping[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, step)
+
+    return send, writer.close
+
+
+def _service(name: str, run: str, settings: Mapping[str, Any]) -> tuple[Log, Callable[[], Any]]:
+    """trackio and wandb have the same functions."""
+    module = import_module(name)
+    started = module.init(project=PROJECT, name=run, config=dict(settings))
+    return lambda numbers, step: started.log(dict(numbers), step=step), started.finish
