@@ -305,6 +305,7 @@ def test_patterns(tmp_path: Path) -> None:
     [
         {"structure": "layers", "loss": "80%"},
         {"structure": "neurons", "method": "magnitude", "width_multiple": 16, "loss": "5%"},
+        {"structure": "neurons", "method": "emp-magnitude", "width_multiple": 64, "loss": "20%"},
     ],
 )
 def test_units(short_demo: Path, tmp_path: Path, how: dict[str, Any]) -> None:
@@ -316,6 +317,10 @@ def test_units(short_demo: Path, tmp_path: Path, how: dict[str, Any]) -> None:
     assert taken.rise + taken.error <= loss.budget
     assert report.recipe.counts.sparsity == loss.sparsity
     assert not verify(tmp_path / "out", source=short_demo).differences
+    if how["structure"] == "neurons":  # each point is a width of its own
+        width = json.loads((tmp_path / "out" / "config.json").read_text())["intermediate_size"]
+        assert width == 512 * (1 - loss.sparsity)
+        assert all(512 * each.sparsity % how["width_multiple"] == 0 for each in loss.points)
     if how["structure"] == "layers":
         assert loss.sparsity * 3 == pytest.approx(round(loss.sparsity * 3))
         with pytest.raises(UserError, match="it exists"):

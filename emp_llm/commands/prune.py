@@ -39,8 +39,10 @@ def prune(words: RecipeWords, options: PruneOptions, given: GivenOptions) -> "Ru
     check_one_process("--loss")
     load_packages()
     from emp_llm.runs.loss_budget import LossBudget, prune_to_loss
+    from emp_llm.structure.prune_structure import sparsities_of_units
 
-    return prune_to_loss(recipe, LossBudget.of(options.loss), options, given, _pruned)
+    budget = LossBudget.of(options.loss)
+    return prune_to_loss(recipe, budget, options, given, _pruned, sparsities_of_units)
 
 
 def _plan(recipe: Recipe, options: PruneOptions, given: GivenOptions) -> "DryRun":

@@ -10,8 +10,8 @@ logarithms of its neighbours meets the budget.
 Where weights move (SparseGPT, ADMM, a refit, healing), a point takes a whole run. The curve of the
 masks alone predicts it: a run has a rise that is a share of theirs, and that share grows slowly
 with the damage. So the curve is walked for a share that is guessed, then for the one that the first
-run has. Two runs are enough, unless both go beyond the budget. Of heads, neurons, experts and
-layers, each point is a whole run.
+run has. Two runs are enough, unless both go beyond the budget. For units, each point is a whole
+run, and each size of the model is a point.
 """
 
 import json
@@ -48,7 +48,7 @@ from emp_llm.common.progress import stage
 from emp_llm.evaluation.comparison import cheaper
 from emp_llm.models.loading import headless_class
 from emp_llm.options.prune import PruneOptions
-from emp_llm.options.recipe import Effective, Recipe, Share, Wanda
+from emp_llm.options.recipe import Effective, Recipe, Share, Structure, Wanda
 from emp_llm.options.shared import GivenOptions
 from emp_llm.pruning.counts import scores_of, targets_of_folder
 from emp_llm.pruning.masks import Outcomes
@@ -133,12 +133,18 @@ Prune = Callable[[Recipe, PruneOptions, GivenOptions, LossSearch], RunReport]
 
 
 def prune_to_loss(
-    recipe: Recipe, budget: LossBudget, options: PruneOptions, given: GivenOptions, prune: Prune
+    recipe: Recipe,
+    budget: LossBudget,
+    options: PruneOptions,
+    given: GivenOptions,
+    prune: Prune,
+    sparsities_of_units: Callable[[Inputs, Structure], list[float]],
 ) -> RunReport:
     """Find the sparsity, and prune to it. An interrupted call resumes.
 
     Args:
         prune: for a recipe with a sparsity.
+        sparsities_of_units: a sparsity for each size without some units.
 
     Raises:
         UserError: the text is too short, or even the least sparsity goes beyond the budget.
@@ -150,7 +156,7 @@ def prune_to_loss(
         try:
             search = _Search(_find(inputs, work), given, budget, work, prune)
             if recipe.structure is not None:
-                report = search.by_units()
+                report = search.by_units(sparsities_of_units(inputs, recipe.structure))
             elif not recipe.moves and options.propagate == "dense":
                 report = search.by_masks()
             else:
@@ -493,15 +499,10 @@ class _Search:
                 self._try(safe)
         return self._put()
 
-    def by_units(self) -> RunReport:
+    def by_units(self, sparsities: Sequence[float]) -> RunReport:
         """Prune by a whole run for each point, and put the best one that keeps to the budget at
         the path.
         """
-        structure = self.run.recipe.structure
-        sparsities = sparsities_of(self.run.recipe)
-        if structure is not None and structure.units == "layers":
-            layers = len({target.layer.block for target in self.run.targets} - {None})
-            sparsities = [number / layers for number in range(1, layers)]
         walk_curve(sparsities, self.budget.nats, lambda sparsity: self._try(sparsity).most)
         return self._put()
 

@@ -176,6 +176,37 @@ def find_units(inputs: Inputs, structure: Structure) -> tuple[PruneRun, UnitMode
     return make_run(inputs, recipe, chosen, made_of), model
 
 
+def sparsities_of_units(inputs: Inputs, structure: Structure) -> list[float]:
+    """A sparsity for each size that the model can have without some of its units, from the lowest.
+    No weight is read.
+    """
+    options = inputs.options
+    folder = inputs.source.folder
+    blocks = inputs.recipe.targets.blocks
+    model = unit_model(folder, structure, blocks, options.trust_remote_code)
+    # Without scores, only the numbers of units decide: units of one number are alike.
+    every = list({(each.kind, each.role, len(each)): each for each in model.units}.values())
+    ones = [np.ones(len(units)) for units in every]
+
+    def kept_at(sparsity: float) -> tuple[int, ...] | None:
+        uniform = inputs.recipe.but(counts=Share(sparsity))
+        try:
+            choices, _ = choose_units(every, ones, uniform, model.width_by_block)
+        except UserError:  # fewer than a token needs
+            return None
+        return tuple(choice.record.kept for choice in choices)
+
+    total = sum(map(len, every))
+    found = {tuple(map(len, every)): 0.0}
+    for thousandths in range(1, 991):
+        sparsity = thousandths / 1000
+        kept = kept_at(sparsity)
+        if kept is not None and kept not in found:
+            exact = 1 - sum(kept) / total
+            found[kept] = exact if kept_at(exact) == kept else sparsity
+    return sorted(found.values())[1:]
+
+
 def plan_units(run: PruneRun, model: UnitModel) -> DryRun:
     """What `prune_units` would do."""
     plan = plan_of(run)
