@@ -38,7 +38,7 @@ COMMANDS = {
 }
 # The other public names, by their modules.
 _MODULES = {
-    "in_memory.prune_model": ("masks_of", "prune_model"),
+    "runs.prune_model": ("ModelReport", "masks_of", "prune_model"),
     "healing.training": ("heal_model",),
     "options.recipe": (
         "ByCost",
@@ -56,18 +56,14 @@ _MODULES = {
         "Targets",
         "Wanda",
     ),
-    "options.flat": ("recipe_of",),
-    "update.update": ("Refit",),
-    "update.sparsegpt": ("SparseGPT",),
-    "update.admm": ("Admm",),
+    "options.words": ("recipe_of",),
+    "update.update": ("Admm", "Refit", "SparseGPT"),
     "common.errors": ("UserError",),
     "calibration.activations": ("Activations",),
-    "in_memory.model_report": ("ModelReport",),
     "records.run_report": ("RunReport",),
     "records.base": ("read_record",),
-    "models.masks": ("Masks",),
+    "models.masks": ("Masks", "reapply_mask"),
     "models.callback": ("SparsityCallback",),
-    "models.reapply": ("reapply_mask",),
     "selection.criteria": ("InputStatistics", "exponential", "shift"),
     "selection.effective": (
         "effective_mask",

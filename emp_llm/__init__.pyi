@@ -584,10 +584,10 @@ def prune(
     refit_weighting: Literal["equal", "relative"] = ...,
     refit_target: Literal["block", "layer"] = ...,
     refit_damping: float | None = ...,
-    penalty: float = ...,
-    stages: int = ...,
     damping: float = ...,
     columns: int = ...,
+    penalty: float = ...,
+    stages: int = ...,
     heal: bool = ...,
     heal_steps: int | None = ...,
     heal_weights: Literal["targets", "all"] = ...,
@@ -672,10 +672,10 @@ def prune(
             layer.
         refit_damping: Pull towards the dense weights, as a share of the mean second moment;
             default: inputs / tokens, at least 0.01.
-        penalty: First penalty of ADMM, as a share of each second moment.
-        stages: Stages in which the penalty of ADMM grows to 1.
         damping: Damping of SparseGPT, as a share of the mean second moment.
         columns: Columns that SparseGPT gives their mask at a time.
+        penalty: First penalty of ADMM, as a share of each second moment.
+        stages: Stages in which the penalty of ADMM grows to 1.
         heal: Then train the kept weights on the dense model's probabilities for the text.
         heal_steps: Steps of the training, of four sequences (default 300).
         heal_weights: What heals: kept weights of the targets, or of all linear layers in blocks,
@@ -755,10 +755,10 @@ def prune(
     refit_weighting: Literal["equal", "relative"] = ...,
     refit_target: Literal["block", "layer"] = ...,
     refit_damping: float | None = ...,
-    penalty: float = ...,
-    stages: int = ...,
     damping: float = ...,
     columns: int = ...,
+    penalty: float = ...,
+    stages: int = ...,
     heal: bool = ...,
     heal_steps: int | None = ...,
     heal_weights: Literal["targets", "all"] = ...,
@@ -896,10 +896,10 @@ def sweep(
     refit_weighting: Literal["equal", "relative"] = ...,
     refit_target: Literal["block", "layer"] = ...,
     refit_damping: float | None = ...,
-    penalty: float = ...,
-    stages: int = ...,
     damping: float = ...,
     columns: int = ...,
+    penalty: float = ...,
+    stages: int = ...,
     targets: str | list[str] = ...,
     ignore: str | list[str] | None = ...,
     tower: Literal["language", "vision", "all"] = ...,
@@ -963,10 +963,10 @@ def sweep(
             layer.
         refit_damping: Pull towards the dense weights, as a share of the mean second moment;
             default: inputs / tokens, at least 0.01.
-        penalty: First penalty of ADMM, as a share of each second moment.
-        stages: Stages in which the penalty of ADMM grows to 1.
         damping: Damping of SparseGPT, as a share of the mean second moment.
         columns: Columns that SparseGPT gives their mask at a time.
+        penalty: First penalty of ADMM, as a share of each second moment.
+        stages: Stages in which the penalty of ADMM grows to 1.
         targets: Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.
         ignore: Layers to leave out: as --targets.
         tower: Part of a multimodal model to prune: language, vision, or all.
@@ -1026,10 +1026,10 @@ def sweep(
     refit_weighting: Literal["equal", "relative"] = ...,
     refit_target: Literal["block", "layer"] = ...,
     refit_damping: float | None = ...,
-    penalty: float = ...,
-    stages: int = ...,
     damping: float = ...,
     columns: int = ...,
+    penalty: float = ...,
+    stages: int = ...,
     targets: str | list[str] = ...,
     ignore: str | list[str] | None = ...,
     tower: Literal["language", "vision", "all"] = ...,

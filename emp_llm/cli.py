@@ -249,9 +249,7 @@ def _documented(function: Callable[..., Any], options: Mapping[str, Option]) -> 
     return "\n".join(lines)
 
 
-def run(
-    command: Callable[..., Any], show: Callable[[Any], None] | None, arguments: list[str]
-) -> None:
+def run(name: str, arguments: list[str]) -> None:
     """Run a command with arguments of the shell, show its result, and exit.
 
     The command itself prints nothing, so that it is an ordinary function in Python.
@@ -261,7 +259,10 @@ def run(
     """
 
     def work(rank: int) -> None:
-        options = parse(command, arguments, f"emp-llm {command.__name__}")
+        module = import_module(f"emp_llm.commands.{name}")
+        command = getattr(module, name)
+        show = getattr(module, "show", None)
+        options = parse(command, arguments, f"emp-llm {name}")
         if options.get("quiet"):
             logging.getLogger().setLevel(logging.WARNING)
             _hide_bars_of_libraries()
@@ -544,8 +545,7 @@ def main(arguments: list[str] | None = None) -> None:
     """
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in COMMANDS:
-        module = import_module(f"emp_llm.commands.{name}")
-        run(getattr(module, name), getattr(module, "show", None), rest)
+        run(name, rest)
         return
     usage = "usage: emp-llm COMMAND [OPTIONS], or emp-llm COMMAND --help\n\n"
     usage += "\n".join(f"  {command:<10} {summary}" for command, summary in COMMANDS.items())

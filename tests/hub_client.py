@@ -29,7 +29,7 @@ from tiny import make_model
 
 from emp_llm import cli, evaluate, pack, prune, push
 from emp_llm.common.errors import UserError
-from emp_llm.models.hub import find_config, find_model
+from emp_llm.models.local_model import find_config, find_model
 
 
 def environment(endpoint: str, home: Path, token: str | None, **more: str) -> dict[str, str]:

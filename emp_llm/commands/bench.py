@@ -18,7 +18,7 @@ from emp_llm.common.machine import command_line, processor_name, resident_memory
 from emp_llm.common.paths import data_folder
 from emp_llm.common.progress import load_packages, progress_bar
 from emp_llm.common.tables import table
-from emp_llm.models.hub import LocalModel, find_model
+from emp_llm.models.local_model import LocalModel, find_model
 from emp_llm.options.shared import DeviceOptions, ModelOptions, parse_numbers
 from emp_llm.records.evaluation import Batch, Bench, LoadedModel, Speed
 

@@ -63,7 +63,7 @@ def calibrate(
     from emp_llm.common.machine import Stopwatch
     from emp_llm.common.ranks import ranks
     from emp_llm.models.architecture import Architecture, check_calibrated, check_coverage
-    from emp_llm.models.hub import find_model
+    from emp_llm.models.local_model import find_model
     from emp_llm.models.one_model import OneModel
     from emp_llm.models.placement import parse_device_map, quantization_of
     from emp_llm.pruning.counts import Chosen

@@ -23,7 +23,7 @@ from emp_llm.options.shared import (
 from emp_llm.records.run_report import Results
 
 if TYPE_CHECKING:
-    from emp_llm.models.hub import LocalModel
+    from emp_llm.models.local_model import LocalModel
     from emp_llm.models.placement import Quantization
 
 logger = logging.getLogger(__name__)
@@ -109,8 +109,8 @@ def evaluate(
         results_to_compare,
         save_results,
     )
-    from emp_llm.models.hub import find_model
     from emp_llm.models.loading import load_tokenizer
+    from emp_llm.models.local_model import find_model
     from emp_llm.models.placement import parse_device_map, quantization_of
     from emp_llm.reporting.studies import compare
 

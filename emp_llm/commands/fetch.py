@@ -30,7 +30,7 @@ def fetch(
     from emp_llm.common.errors import count_of
     from emp_llm.evaluation.evaluate import Harness
     from emp_llm.evaluation.results import suite_of
-    from emp_llm.models.hub import find_model
+    from emp_llm.models.local_model import find_model
 
     judged = suite_of(suite_options) if suite_options.suite or suite_options.tasks else None
     texts = [find_corpus(name) for name in names_in(calibration)] if calibration else []

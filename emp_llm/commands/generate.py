@@ -163,8 +163,8 @@ def generate(options: GenerateOptions) -> Generation:
     load_packages()
     import torch
 
-    from emp_llm.models.hub import find_model
     from emp_llm.models.loading import check_head, load_model, load_tokenizer
+    from emp_llm.models.local_model import find_model
     from emp_llm.models.placement import check_ids, max_context
     from emp_llm.runtime.loader import LEAST_ZEROS, NEVER, load, run_device
 

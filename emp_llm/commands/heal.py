@@ -85,7 +85,7 @@ def heal(
         sequences_for,
     )
     from emp_llm.models.architecture import Architecture
-    from emp_llm.models.hub import find_model
+    from emp_llm.models.local_model import find_model
     from emp_llm.models.one_model import OneModel
     from emp_llm.models.placement import max_context
     from emp_llm.pruning.counts import Chosen

@@ -80,7 +80,7 @@ def measure(
     from emp_llm.checkpoint.output import OutputFile, check_output_file
     from emp_llm.common.machine import Stopwatch, command_line, versions
     from emp_llm.common.ranks import ranks
-    from emp_llm.models.hub import find_model
+    from emp_llm.models.local_model import find_model
     from emp_llm.pruning.counts import (
         Numbers,
         counts_of,

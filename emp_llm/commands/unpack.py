@@ -55,7 +55,7 @@ def unpack(
     from emp_llm.checkpoint.checkpoint import Checkpoint
     from emp_llm.checkpoint.output import OutputFolder
     from emp_llm.checkpoint.packed import PackedFolder, check_base, unpack_folder
-    from emp_llm.models.hub import find_model
+    from emp_llm.models.local_model import find_model
 
     if revision is not None and base is None:
         raise UserError(

@@ -19,7 +19,7 @@ from emp_llm.common.paths import (
     REPORT_NAME,
     SUMS_NAME,
 )
-from emp_llm.models.hub import find_model
+from emp_llm.models.local_model import find_model
 from emp_llm.options.criterion import criterion_origin
 from emp_llm.options.recipe import Given, Own, Score
 from emp_llm.options.shared import TrustRemoteCode

@@ -41,8 +41,8 @@ from emp_llm.evaluation.results import (
     save_results,
 )
 from emp_llm.models.blockwise import BlockwiseModel, run_on_text
-from emp_llm.models.hub import LocalModel
 from emp_llm.models.loading import check_head, headless_class, input_device, is_offloaded
+from emp_llm.models.local_model import LocalModel
 from emp_llm.models.modules import is_encoder_decoder, mean_losses
 from emp_llm.models.one_model import OneModel
 from emp_llm.models.placement import check_ids, max_context

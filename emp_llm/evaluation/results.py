@@ -32,7 +32,7 @@ from emp_llm.common.errors import ReadError, UserError, did_you_mean
 from emp_llm.common.machine import command_line, versions
 from emp_llm.common.paths import PACK_NAME, REPORT_NAME, data_folder
 from emp_llm.common.ranks import ranks
-from emp_llm.models.hub import LocalModel
+from emp_llm.models.local_model import LocalModel
 from emp_llm.models.placement import Quantization, device_name, quantization_record
 from emp_llm.options.shared import SuiteOptions
 from emp_llm.pruning.writing import report_of_weights

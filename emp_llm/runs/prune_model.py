@@ -29,8 +29,8 @@ from emp_llm.common.ranks import alone, device_alone
 from emp_llm.evaluation.evaluate import perplexity
 from emp_llm.models.architecture import Architecture, Target, check_calibrated
 from emp_llm.models.blockwise import NOT_BY_BLOCKS
-from emp_llm.models.hub import find_model
 from emp_llm.models.loading import build_skeleton, load_model, resident_parameter
+from emp_llm.models.local_model import find_model
 from emp_llm.models.masks import Masks, plain_model
 from emp_llm.models.model_weights import ModelWeights, architecture_of, is_convolution, name_of
 from emp_llm.models.modules import as_created, is_encoder_decoder, rows_in

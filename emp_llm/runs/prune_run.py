@@ -29,8 +29,8 @@ from emp_llm.healing.planning import (
     sequences_for,
 )
 from emp_llm.models.architecture import Target
-from emp_llm.models.hub import LocalModel, find_model
 from emp_llm.models.layers import Layer
+from emp_llm.models.local_model import LocalModel, find_model
 from emp_llm.models.one_model import OneModel
 from emp_llm.models.placement import Quantization, max_context, parse_device_map, quantization_of
 from emp_llm.options.prune import PruneOptions, check_wanted

@@ -22,8 +22,8 @@ from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
 from emp_llm.healing.planning import HealingPlan, plan_healing
 from emp_llm.models.architecture import Target
-from emp_llm.models.hub import LocalModel
 from emp_llm.models.layers import Layer
+from emp_llm.models.local_model import LocalModel
 from emp_llm.models.one_model import OneModel
 from emp_llm.models.placement import Quantization
 from emp_llm.options.recipe import Recipe

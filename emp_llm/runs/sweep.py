@@ -43,8 +43,8 @@ from emp_llm.common.paths import ACTIVATIONS_NAME, MANIFEST_NAME, SELF_NAME, SWE
 from emp_llm.common.progress import stage
 from emp_llm.evaluation.evaluate import PreparedSuite, evaluation_record, measure, prepare_suite
 from emp_llm.evaluation.results import Suite, new_results
-from emp_llm.models.hub import find_model
 from emp_llm.models.loading import load_tokenizer
+from emp_llm.models.local_model import find_model
 from emp_llm.models.one_model import OneModel
 from emp_llm.options.recipe import Given, Match, Own, Recipe
 from emp_llm.options.shared import GivenOptions, LoadingOptions, ModelOptions, NormOptions

@@ -28,8 +28,8 @@ from emp_llm.common.errors import UserError, count_of, format_bytes, quotable, r
 from emp_llm.common.machine import OutOfMemory, available_memory, default_modes, runs_triton
 from emp_llm.common.paths import PACK_NAME
 from emp_llm.common.progress import progress_bar
-from emp_llm.models.hub import find_model
 from emp_llm.models.loading import build_skeleton, check_complete, loading
+from emp_llm.models.local_model import find_model
 from emp_llm.models.modules import find_names
 from emp_llm.models.placement import visible
 from emp_llm.options.shared import DeviceOptions

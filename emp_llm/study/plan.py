@@ -26,8 +26,8 @@ from emp_llm.calibration.texts import (
 from emp_llm.common.declared import flag_of
 from emp_llm.common.errors import UserError, quotable, reason
 from emp_llm.evaluation.results import find_suite
-from emp_llm.models.hub import find_config
 from emp_llm.models.loading import NoModelClassError, build_skeleton
+from emp_llm.models.local_model import find_config
 from emp_llm.options.prune import check_recipe
 from emp_llm.options.shared import TEXT, check_values, parse_list
 from emp_llm.options.sweep import (

@@ -35,8 +35,8 @@ from emp_llm.common.errors import UserError
 from emp_llm.common.tables import markdown_table
 from emp_llm.evaluation.evaluate import block_length, perplexity, text_tokens
 from emp_llm.evaluation.results import find_suite
-from emp_llm.models.hub import find_model
 from emp_llm.models.loading import load_model, load_tokenizer
+from emp_llm.models.local_model import find_model
 from emp_llm.selection.effective import effective_mask
 
 GROUPS = ("per head", "global")

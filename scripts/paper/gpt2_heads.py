@@ -83,8 +83,8 @@ class HeadModel:
         from emp_llm.calibration.texts import find_corpus
         from emp_llm.evaluation.evaluate import block_length, text_tokens
         from emp_llm.evaluation.results import find_suite
-        from emp_llm.models.hub import find_model
         from emp_llm.models.loading import load_tokenizer
+        from emp_llm.models.local_model import find_model
 
         self.name = name
         self.options = options
