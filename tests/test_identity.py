@@ -140,7 +140,7 @@ def test_the_work_of_a_run_is_of_the_text_that_decides(
     def stop(*_: Any) -> None:
         raise UserError("enough")
 
-    monkeypatch.setattr("emp_llm.commands.prune._removed_by_cost", stop)
+    monkeypatch.setattr("emp_llm.runs.prune_run._remove_by_cost", stop)
     file = tmp_path / "text.txt"
     words = text.read_text().split(" ")
     tokens = len(AutoTokenizer.from_pretrained(copy)(text.read_text())["input_ids"])

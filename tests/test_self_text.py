@@ -110,7 +110,7 @@ def test_a_killed_run_continues_its_text(
     whole = written(tmp_path, model, batch_size=2)
     monkeypatch.setenv("EMP_LLM_CACHE", str(tmp_path / "other"))
     batches.clear()
-    with stopped_when(data, "_continued", lambda *_: len(batches) == 2):
+    with stopped_when(data, "_continue", lambda *_: len(batches) == 2):
         written(tmp_path, model, batch_size=2)
     assert written(tmp_path, model, batch_size=2) == whole
     assert [number for batch in batches for number in batch] == list(range(2 * len(batches)))

@@ -206,7 +206,7 @@ def test_layers_by_a_pattern_are_refused_before_the_calibration(
 def test_blocks_that_share_weights_are_refused_with_advice_that_helps(
     make: Make, tmp_path: Path, text: Path, structure: str
 ) -> None:
-    how: dict[str, Any] = {"method": "magnitude"}
+    how: dict[str, Any] = {"method": "magnitude", "sparsity": 0.5}
     if structure == "layers":
         how = {"sparsity": 0.5, "calibration": str(text), "samples": 8, "seqlen": 32}
     with pytest.raises(UserError, match=r"share it, so .*Leave out --structure to prune weights"):

@@ -3,7 +3,7 @@ tokens, and their file.
 
 The norm is sqrt(sum_t x_tj^2); layers with the same input (q, k and v; gate and up) share it. The
 relative norm is sqrt(sum_t x_tj^2 / ||y_t||^2), with the layer's own output y_t for token t, so
-that every token counts by its share of that output; each layer has its own. `selection.statistics`
+that every token counts by its share of that output; each layer has its own. `selection.criteria`
 holds these and the others.
 """
 

@@ -235,7 +235,7 @@ class ModelSource(ModelIdentity, kw_only=True):
 
 class TextFields(Part, kw_only=True):
     """The fields of a recipe of a text and of its record, as described for
-    `records.corpus.Corpus`.
+    `Corpus`.
     """
 
     dataset: str | None = None

@@ -169,7 +169,7 @@ class Criterion:
         score: takes the weights, the `InputStatistics` if `takes_inputs`, and each of `statistics`
             by name; returns the scores.
         takes_inputs: whether it is given the norms and the number of tokens.
-        statistics: names of those that it is given beside them, of `selection.statistics`.
+        statistics: names of those that it is given beside them, of `selection.criteria`.
         whole: it is given whole matrices, because it may compare rows; the others get chunks of
             rows.
     """
