@@ -10,8 +10,8 @@ logarithms of its neighbours meets the budget.
 Where weights move (SparseGPT, ADMM, a refit, healing), a point takes a whole run. The curve of the
 masks alone predicts it: a run has a rise that is a share of theirs, and that share grows slowly
 with the damage. So the curve is walked for a share that is guessed, then for the one that the first
-run has. Two runs are enough, unless both go beyond the budget. For units, each point is a whole
-run, and each size of the model is a point.
+run has. A third run lies between two, if the best of them uses little of the budget. For units,
+each point is a whole run, and each size of the model is a point.
 """
 
 import json
@@ -25,6 +25,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from emp_llm.calibration.activations import Activations
 from emp_llm.checkpoint.files import (
@@ -90,6 +92,7 @@ _SHARE_OF_HEALING = 0.35
 _GROWTH = 1.2  # the rise of a run, as a power of that of the masks
 _AIM = 0.95  # of the budget, for a run that cannot be repeated
 _CAREFUL = 0.75  # for one after one that went beyond it
+_ENOUGH = 0.7  # of the budget, for the best of two runs
 _MOST_RUNS = 4
 _MOST_NATS = 0.3  # as a budget without "%": a rise of 35 %
 _OWN = ("*curve.json*", "*activations.safetensors*", "calibration", "checkpoint", "*removed-*")
@@ -471,8 +474,9 @@ class _Search:
         return self._pruned(taken, self.run.path, self.run.options.overwrite)
 
     def by_runs(self) -> RunReport:
-        """Prune by whole runs, two at most if one of them keeps to the budget, and put the best
-        one that does at the path. If none does, one more is made where the masks alone do.
+        """Prune by whole runs, and put the best one that keeps to the budget at the path. A third
+        is made if the best of two uses little of it. If none keeps to it, one more is made where
+        the masks alone do.
         """
         nats = self.budget.nats
         share = _SHARE_OF_UPDATE if self.run.recipe.heal is None else _SHARE_OF_HEALING
@@ -485,10 +489,19 @@ class _Search:
                 if wanted in points:
                     break
                 self._try(wanted)
-            point = list(self._points(whole=True).values())[-1]
-            near = 0.85 * nats <= point.most <= nats
-            if near or (number >= 2 and self._best() is not None):
+            whole = list(self._points(whole=True).values())
+            point = whole[-1]
+            best = self._best()
+            enough = best is not None and (number > 2 or best.most >= _ENOUGH * nats)
+            if 0.85 * nats <= point.most <= nats or (number > 1 and enough):
                 break
+            high = min((each for each in whole if each.most > nats), key=_by_sparsity, default=None)
+            if best is not None and high is not None:
+                # Between the two, on the line through the logarithms.
+                ends = [(each.most, self._masked(each.sparsity).most) for each in (best, high)]
+                rises, masked = np.log(np.maximum(ends, nats / 100)).T
+                of_masks = math.exp(np.interp(math.log(_AIM * nats), rises, masked))
+                continue
             aim = _AIM if point.most <= nats else _CAREFUL
             left = aim * nats / max(point.most, nats / 100)
             of_masks = self._masked(point.sparsity).most * left ** (1 / _GROWTH if left > 1 else 1)
