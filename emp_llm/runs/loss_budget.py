@@ -450,20 +450,15 @@ class _Search:
     def _nothing(self) -> UserError:
         """That even the least goes beyond the budget, with the curve."""
         points = sorted([*self._points().values(), *self._points(True).values()], key=_by_sparsity)
-        none = max((point.sparsity for point in points if point.removes_nothing), default=None)
         curve = "; ".join(point.words for point in points if not point.removes_nothing)
         shutil.rmtree(self.work)
         instead = cheaper(self.run.recipe)
         structure = self.run.recipe.structure
-        message = ""
-        if structure is not None and none is not None:
-            message = f"up to {100 * none:.1f} % all {' and '.join(structure.removed)} stay, and "
-            if (structure.width_multiple or 1) > 1:
-                instead.append("a lower --width-multiple")
+        if structure is not None and (structure.width_multiple or 1) > 1:
+            instead.append("a lower --width-multiple")
         return UserError(
-            f"{self.budget.flag} removes nothing: {message}the least that was "
-            f"{'tried' if none is None else 'removed'} goes beyond it ({curve}). Allow more"
-            f"{', or use ' * bool(instead)}{' or '.join(instead)}."
+            f"{self.budget.flag} removes nothing: the least that was tried goes beyond it "
+            f"({curve}). Allow more{', or use ' * bool(instead)}{' or '.join(instead)}."
         )
 
     def by_masks(self) -> RunReport:
