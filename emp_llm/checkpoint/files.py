@@ -180,21 +180,6 @@ def link_sentence(path: Path, what: str = "a link") -> str:
     return f"{path} is {what}. emp-llm makes none for its work and follows none; delete it."
 
 
-def holder_of(path: Path) -> str | None:
-    """Who holds a lock, in words; None if nobody does."""
-    try:
-        file = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return _read_holder(file) if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
-    finally:
-        os.close(file)
-    return None
-
-
 def same_file(file: int, path: Path) -> bool:
     """Whether an open file is still the one at a path."""
     try:
