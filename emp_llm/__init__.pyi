@@ -688,8 +688,9 @@ def prune(
         blocks: Name of the list of decoder blocks; detected by default.
         min_expert_tokens: Score experts by magnitude if they see fewer tokens.
         allow_partial: Continue if more than half of the weights in blocks cannot be pruned.
-        structure: Remove whole attention heads, MLP neurons, both, experts of a mixture, or decoder
-            layers, in place of weights.
+        structure: Remove whole attention heads, MLP neurons, both (the same share of each, which
+            costs more than neurons alone), experts of a mixture, or decoder layers, in place of
+            weights.
         structure_group: Units that compete: of a layer, or of all layers.
         keep_shapes: With --structure, set units to zero and keep every shape and the config.
         width_multiple: Round the width of the MLP up to a multiple of this; default: 64.

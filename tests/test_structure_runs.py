@@ -263,7 +263,7 @@ def test_heads_set_to_zero(family: str, models: Any, tmp_path: Path) -> None:
         with pytest.raises(
             UserError,
             match=r"config.json cannot say these numbers of heads of "
-            r".*--keep-shapes",
+            r".*use --structure neurons, .*--keep-shapes",
         ):
             removed(source, tmp_path / "out", **options)
     assert removed(source, tmp_path / "zero", keep_shapes=True, **options)[1].config == {}

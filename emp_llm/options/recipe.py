@@ -687,8 +687,9 @@ class Structure(Node):
     units: Annotated[
         Literal["heads", "neurons", "both", "experts", "layers"],
         Flag(
-            "Remove whole attention heads, MLP neurons, both, experts of a mixture, or decoder "
-            "layers, in place of weights.",
+            "Remove whole attention heads, MLP neurons, both (the same share of each, which costs "
+            "more than neurons alone), experts of a mixture, or decoder layers, in place of "
+            "weights.",
             name="structure",
         ),
     ]

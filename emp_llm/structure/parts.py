@@ -222,9 +222,11 @@ class Parts(Units):
 
     def no_field(self, why: str = "") -> RefusedError:
         """The error if config.json cannot say these numbers of units."""
+        instead = "" if self.kind == Neurons.kind else f"use --structure {Neurons.kind}, "
         return RefusedError(
             f"config.json cannot say these numbers of {self.kind} of {self.role}{why}. Give "
-            "another amount, or keep all shapes and set the removed ones to zero: --keep-shapes."
+            f"another amount, {instead}or keep all shapes and set the removed ones to zero: "
+            "--keep-shapes."
         )
 
     def fitted(self, kept: Indices) -> dict[Target, Indices]:
