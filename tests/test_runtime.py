@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Run
+from conftest import DEMO, Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llvmlite import binding as llvm
@@ -603,6 +603,25 @@ def test_bench(sparse_models: Models, command: Run, tmp_path: Path) -> None:
     assert ("is of other weights than those in") in command(
         "push", sparse_models("opt"), *pushed, code=2
     ).stderr
+
+
+def test_bench_of_a_smaller_model(command: Run, tmp_path: Path) -> None:
+    """A model with fewer units has no zeros to pack; it is compared with the one that is named."""
+    small = tmp_path / "small"
+    command(
+        f"prune --model {DEMO} --structure neurons --method magnitude --sparsity 0.5 "
+        f"--output {small}"
+    )
+    line = f"bench {small} --prompt-tokens 8 --new-tokens 2 --repeats 1 --batch-sizes 1"
+    assert "Name the model to compare it with: --baseline." in command(line, code=2).stderr
+    done = command(f"{line} --baseline {DEMO} --output {tmp_path}/bench.json")
+    assert "dense  smaller  ratio" in done.stdout
+    assert "packed" not in done.stdout
+    record = read_record(tmp_path / "bench.json", Bench)
+    assert record.layers == record.sparsity == 0
+    assert record.sparse.weight_bytes < record.dense.weight_bytes
+    command(f"report --no-plots {tmp_path}/bench.json --output {tmp_path}/report")
+    assert "0.0%" not in (tmp_path / "report" / "report.md").read_text()
 
 
 def test_bench_prompts(

@@ -211,6 +211,34 @@ def test_an_unknown_order_is_refused_in_short_dtypes(
     assert not (tmp_path / "out").exists()
 
 
+def test_rounding_is_told_from_a_wrong_order(
+    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model may be so unstable that the rounding of bfloat16 alone changes its logits by more
+    than the limit, which is 0 here. An order that is wrong changes them by more than that.
+    """
+    for dtype in (torch.bfloat16, torch.float32):
+        monkeypatch.setitem(writing._LIMITS, dtype, 0.0)
+    wide = str(Path(__file__).parents[1] / "scripts/demo/model")
+    options: dict[str, Any] = {"method": "magnitude", "sparsity": 0.5}
+    _, record = removed(
+        Path(wide), tmp_path / "narrow", structure="neurons", dtype="bfloat16", **options
+    )
+    assert record.difference is not None
+    assert record.difference > 0
+    with pytest.raises(UserError, match="the logits differ by"):
+        removed(Path(wide), tmp_path / "float32", structure="neurons", **options)
+    with pytest.raises(UserError, match="the logits differ by"):
+        removed(
+            models("codegen"),
+            tmp_path / "heads",
+            structure="heads",
+            keep_shapes=True,
+            dtype="bfloat16",
+            **options,
+        )
+
+
 @pytest.mark.parametrize("options", [{}, {"refit": True}, {"keep_shapes": True, "refit": True}])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_an_offloaded_model_is_compared(

@@ -1,4 +1,4 @@
-"""`emp-llm bench MODEL`: what the zeros of a pruned model buy on this machine."""
+"""`emp-llm bench MODEL`: how much faster a pruned model is on this machine."""
 
 import logging
 import statistics
@@ -54,8 +54,8 @@ class BenchOptions(DeviceOptions, ModelOptions):
 
 @command
 def bench(options: BenchOptions) -> Bench:
-    """Measure load time, memory, prefill and decoding of a pruned model from packed weights, and of
-    the dense model, in turn.
+    """Measure load time, memory, prefill and decoding of a pruned model, and of the dense model, in
+    turn. Zeros run from packed weights; a model with fewer units runs as it is.
 
     Both models are in one process, and each round runs one after the other, so that a machine that
     is busy slows both. The prompts are text where the model has a tokenizer. The figures are
@@ -65,8 +65,8 @@ def bench(options: BenchOptions) -> Bench:
     Returns the content of the file.
 
     Raises:
-        UserError: options are wrong, a model cannot be loaded, no layer is packed, or the output
-            exists.
+        UserError: options are wrong, a model cannot be loaded, no layer is packed and no baseline
+            is named, or the output exists.
     """
     load_packages()
     import torch
@@ -99,10 +99,10 @@ def bench(options: BenchOptions) -> Bench:
 
     def load_sparse() -> "PreTrainedModel":
         model = load_pruned()
-        if not sparse_layers(model):
+        if not sparse_layers(model) and options.baseline is None:
             raise UserError(
-                f"{options.model}: no layer has enough zeros to be packed, so there is "
-                "nothing to compare."
+                f"{options.model}: no layer has enough zeros to be packed. Name the model to "
+                "compare it with: --baseline."
             )
         return model
 
@@ -112,7 +112,7 @@ def bench(options: BenchOptions) -> Bench:
         return load_pruned(least_zeros=NEVER, check=False)
 
     def loaded(
-        load_one: Callable[[], "PreTrainedModel"], model: LocalModel, runtime: str
+        load_one: Callable[[], "PreTrainedModel"], model: LocalModel
     ) -> tuple["PreTrainedModel", LoadedModel]:
         memory = resident_memory(device)
         start = time.perf_counter()
@@ -125,7 +125,7 @@ def bench(options: BenchOptions) -> Bench:
         return network, LoadedModel(
             model=model.name,
             revision=model.revision,
-            runtime=runtime,
+            runtime="sparse" if sparse_layers(network) else "dense",
             load_seconds=round(seconds, 3),
             weight_bytes=sum(tensor.nbytes for tensor in weights),
             memory_bytes=resident_memory(device) - memory,
@@ -134,9 +134,9 @@ def bench(options: BenchOptions) -> Bench:
     batches = []
     rounds = 2 + len(batch_sizes) * (options.repeats + 1)
     with progress_bar(rounds, "measure", "round") as bar:
-        sparse_model, sparse = loaded(load_sparse, source, "sparse")
+        sparse_model, sparse = loaded(load_sparse, source)
         bar.update(1)
-        dense_model, dense = loaded(load_dense, other, "dense")
+        dense_model, dense = loaded(load_dense, other)
         bar.update(1)
         for size in batch_sizes:
             batches.append(_timed_batch(dense_model, sparse_model, prompts[:size], options, bar))
@@ -146,7 +146,7 @@ def bench(options: BenchOptions) -> Bench:
         model=source.name,
         revision=source.revision,
         identity=folder_identity(source.folder),
-        sparsity=1 - stored / sum(rows.rows * rows.columns for rows in layers),
+        sparsity=1 - stored / sum(rows.rows * rows.columns for rows in layers) if layers else 0.0,
         layers=len(layers),
         processor=processor_name(),
         threads=torch.get_num_threads(),
@@ -316,7 +316,8 @@ def _figures_text(record: Bench) -> str:
     """The figures as text."""
     dense = record.dense
     sparse = record.sparse
-    rows = [[record.device, "dense", "sparse", "ratio", "rounds"]]
+    name = "sparse" if record.layers else "smaller"
+    rows = [[record.device, "dense", name, "ratio", "rounds"]]
     for batch in record.batches:
         for name, speed in (("prefill", batch.prefill), ("decode", batch.decode)):
             spread = f"{speed.lowest_ratio:.2f}-{speed.highest_ratio:.2f}"
@@ -331,11 +332,11 @@ def _figures_text(record: Bench) -> str:
     seconds = [f"{dense.load_seconds:.2f}", f"{sparse.load_seconds:.2f}"]
     ratio = sparse.load_seconds / max(dense.load_seconds, 1e-9)
     rows.append(["load, seconds", *seconds, f"{ratio:.2f}", ""])
+    packed = f"; {count_of(record.layers, 'packed layer')}, {record.sparsity:.1%} zeros"
     lines = [
         table(rows),
         f"prompts of {count_of(record.prompt_tokens, 'token')} ({record.text or 'random'}), "
-        f"{record.new_tokens} new; {count_of(record.layers, 'packed layer')}, "
-        f"{record.sparsity:.1%} zeros",
+        f"{record.new_tokens} new{packed if record.layers else ''}",
         f"{record.processor if record.device == 'cpu' else record.device}, "
         f"{count_of(record.threads, 'thread')}; medians of "
         f"{count_of(record.repeats, 'round')}, and the range of their ratios",

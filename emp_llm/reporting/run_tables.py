@@ -600,7 +600,7 @@ def speed_rows(benches: Sequence[Bench]) -> Rows:
         rows += [
             [
                 printable(", dense: ".join(names)),
-                f"{bench.sparsity:.1%}",
+                f"{bench.sparsity:.1%}" if bench.layers else "",
                 printable(bench.processor if bench.device == "cpu" else bench.device) + threads,
                 f"{batch.batch_size} x {bench.prompt_tokens}{'' if bench.text else ' at random'} + "
                 f"{bench.new_tokens}",
