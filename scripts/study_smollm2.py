@@ -68,13 +68,13 @@ def pruned(
 
 
 def units(
-    kind: str, shares: tuple[int, ...], label: str, options: str, answers: int = 0
+    kind: str, shares: tuple[int, ...], label: str, options: str, answers: int = 0, name: str = ""
 ) -> Iterator[Row]:
     """A row for each share of the parameters, in percent, that goes as heads, neurons or layers."""
     for share in shares:
         parameters = int(WEIGHTS * (1 - share / 100))
         yield pruned(
-            f"{kind}-{share}",
+            f"{name or kind}-{share}",
             UNITS,
             label.format(share),
             f"--structure {kind} --parameters {parameters} {options}",
@@ -158,6 +158,14 @@ ROWS = (
         answers=20,
     ),
     *units("layers", (10, 20, 30), "layers, {} % of the parameters", "", answers=20),
+    *units(
+        "layers",
+        (10, 20, 30),
+        "layers, {} % of the parameters, refit",
+        "--refit",
+        answers=20,
+        name="layers-refit",
+    ),
     *units("heads", (5, 10), "heads, {} % of the parameters, refit", "--method wanda --refit"),
     *(
         pruned(
@@ -198,6 +206,17 @@ ROWS = (
     ),
     healed(
         "layers-20-healed", "layers, 20 %, 60 steps", "layers-20", "--heal-steps 60", answers=True
+    ),
+    *(
+        healed(
+            f"{of}-healed-{steps}",
+            f"{label}, 20 %, {steps} steps, all weights",
+            of,
+            f"--heal-steps {steps} --heal-weights all",
+            answers=True,
+        )
+        for of, label in (("neurons-20", "neurons"), ("layers-refit-20", "layers, refit"))
+        for steps in (60, 240)
     ),
 )
 
