@@ -78,8 +78,8 @@ def bench(
     verbose: bool = ...,
     quiet: bool = ...,
 ) -> Bench:
-    """Measure load time, memory, prefill and decoding of a pruned model from packed weights, and of
-    the dense model, in turn.
+    """Measure load time, memory, prefill and decoding of a pruned model, and of the dense model, in
+    turn. Zeros run from packed weights; a model with fewer units runs as it is.
 
     Both models are in one process, and each round runs one after the other, so that a machine that
     is busy slows both. The prompts are text where the model has a tokenizer. The figures are
@@ -89,8 +89,8 @@ def bench(
     Returns the content of the file.
 
     Raises:
-        UserError: options are wrong, a model cannot be loaded, no layer is packed, or the output
-            exists.
+        UserError: options are wrong, a model cannot be loaded, no layer is packed and no baseline
+            is named, or the output exists.
 
     Args:
         model: Model folder or Hub id.
@@ -327,7 +327,7 @@ def heal(
     folder: Path | str,
     *,
     heal_steps: int | None = ...,
-    heal_weights: Literal["targets", "all"] = ...,
+    heal_weights: Literal["targets", "all"] | None = ...,
     heal_tokens: float | None = ...,
     heal_minutes: float | None = ...,
     calibration: str | Path | None = ...,
@@ -359,7 +359,7 @@ def heal(
         folder: Pruned checkpoint.
         heal_steps: Steps of the training, of four sequences (default 300).
         heal_weights: What heals: kept weights of the targets, or of all linear layers in blocks,
-            and norms.
+            and norms (default after --structure; else targets).
         heal_tokens: Tokens of the training, such as 2e6, in place of its steps.
         heal_minutes: Minutes of the training, in place of its steps; two steps are timed first.
         calibration: Calibration text: recipe, file, Hub id or self[:PROMPTS]; ,field=value; a mix:
@@ -590,7 +590,7 @@ def prune(
     stages: int = ...,
     heal: bool = ...,
     heal_steps: int | None = ...,
-    heal_weights: Literal["targets", "all"] = ...,
+    heal_weights: Literal["targets", "all"] | None = ...,
     heal_tokens: float | None = ...,
     heal_minutes: float | None = ...,
     targets: str | list[str] = ...,
@@ -679,7 +679,7 @@ def prune(
         heal: Then train the kept weights on the dense model's probabilities for the text.
         heal_steps: Steps of the training, of four sequences (default 300).
         heal_weights: What heals: kept weights of the targets, or of all linear layers in blocks,
-            and norms.
+            and norms (default after --structure; else targets).
         heal_tokens: Tokens of the training, such as 2e6, in place of its steps.
         heal_minutes: Minutes of the training, in place of its steps; two steps are timed first.
         targets: Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.
@@ -762,7 +762,7 @@ def prune(
     stages: int = ...,
     heal: bool = ...,
     heal_steps: int | None = ...,
-    heal_weights: Literal["targets", "all"] = ...,
+    heal_weights: Literal["targets", "all"] | None = ...,
     heal_tokens: float | None = ...,
     heal_minutes: float | None = ...,
     targets: str | list[str] = ...,

@@ -578,7 +578,7 @@ class Heal(Node):
     Attributes:
         steps: number of training steps, of four sequences each.
         weights: "targets": the kept weights of the targets; "all": of all linear layers in blocks,
-            and norms.
+            and norms; None: "all" of a model with fewer units, else "targets". A recipe sets it.
         tokens, minutes: what the steps read, and how long they take, in place of their number; for
             commands, which record the steps.
     """
@@ -596,13 +596,13 @@ class Heal(Node):
         ),
     ] = None  # type: ignore[assignment]  # __post_init__ sets it
     weights: Annotated[
-        Literal["targets", "all"],
+        Literal["targets", "all"] | None,
         Flag(
             "What heals: kept weights of the targets, or of all linear layers in blocks, and "
-            "norms.",
+            "norms (default after --structure; else targets).",
             name="heal_weights",
         ),
-    ] = "targets"
+    ] = None
     tokens: Annotated[
         float | None,
         Flag(
@@ -786,6 +786,10 @@ class Recipe:
             counts = Effective(count_by="magnitude" if relative else "own")
             object.__setattr__(self, "counts", counts)
         _check_nodes(self)
+        if self.heal is not None and self.heal.weights is None:
+            smaller = self.structure is not None and not self.structure.keep_shapes
+            heals = replace(self.heal, weights="all" if smaller else "targets")
+            object.__setattr__(self, "heal", heals)
         check_fields(self)
         _check_groups(self)
         _check_shares(self)

@@ -278,7 +278,7 @@ def prune_model(
             data,
             calibration.tokenizer,
             masks=report.masks,
-            weights=heal.weights,
+            weights=heal.weights or "targets",
             steps=heal.steps,
             samples=options_of_text.samples,
             seqlen=options_of_text.seqlen,
