@@ -54,9 +54,8 @@ def unit_scores(
         assert feature is not None
         return [units.score_of_sums(criterion, units.collected(feature)) for units in every]
     collected = [None if feature is None else units.collected(feature) for units in every]
-    weights = sum(target.matrix.numel for units in every for target in units.scored)
     scores = []
-    with FilePool() as files, progress_bar(weights, "scores", "W") as bar:
+    with FilePool() as files, progress_bar(len(every), "scores", " layers") as bar:
 
         def squares(matrix: Matrix, axis: int) -> Scores:
             sums = np.zeros(matrix.columns if axis == 0 else matrix.rows)
@@ -68,7 +67,6 @@ def unit_scores(
                     sums += sums_of_chunk
                 else:
                     sums[first:last] = sums_of_chunk
-                bar.update(words.size)
             return sums
 
         for units, norms in zip(every, collected, strict=True):
@@ -78,6 +76,7 @@ def unit_scores(
                     f"{units.name}: the weights of its {units.kind} hold NaN or infinity."
                 )
             scores.append(score)
+            bar.update(1)
     return scores
 
 
@@ -230,7 +229,6 @@ def choose_units(
     every: Sequence[Units],
     scores: Sequence[Scores],
     recipe: Recipe,
-    width_by_block: bool = False,
     matched: Removed | None = None,
 ) -> tuple[list[Choice], float | None]:
     """Decide which units stay.
@@ -239,7 +237,6 @@ def choose_units(
         every, scores: the units and their scores.
         recipe: beta, or sparsity; whether the units of a layer, or those of a role (`Units.role`)
             in all layers, compete; and whether they are removed, so that layers need one width.
-        width_by_block: each layer has a width of its own.
         matched: of the run that `recipe.counts` names.
 
     Returns:
@@ -282,10 +279,10 @@ def choose_units(
             units = every[number]
             rule = int(mask.sum())
             if not structure.keep_shapes:
-                size = max(rule, units.fewest) if width_by_block else mean
+                size = max(rule, units.fewest) if units.by_block else mean
                 mask = _best(units, row, _width_of(units, size, structure, widths))
             if units.required:
-                mask = mask | _best(units, row, units.required)
+                mask = mask | _best(units, row, units.fewest)
             stays = np.flatnonzero(mask.numpy())
             widths[units.role] = len(stays)
             record = _record_of(units, row, order, rule, stays)
@@ -321,10 +318,10 @@ def _width_of(units: Units, size: int, structure: Structure, widths: Mapping[str
     Args:
         widths: role -> the number that stays, of the roles before.
     """
-    if size < units.required:
+    if units.required and size < units.fewest:
         raise UserError(
             f"{units.name}: {size} of {len(units)} {units.kind} would stay, and its router "
-            f"needs at least {units.required}. Raise --beta, or lower --sparsity."
+            f"needs at least {units.fewest}. Raise --beta, or lower --sparsity."
         )
     if units.multiple_of:  # as many as that number allows
         width = widths[units.multiple_of]

@@ -43,7 +43,6 @@ from emp_llm.models.modules import ExpertStack, find_blocks, find_stacks, weight
 from emp_llm.options.shared import Place
 from emp_llm.records.run_report import FitRecord, UnitsRecord
 from emp_llm.structure.units import (
-    Changes,
     Cuts,
     Indices,
     Scores,
@@ -104,9 +103,14 @@ class Experts(Units):
     kind = "experts"
     comparable = False  # blocks differ in the size of their outputs
     listed = True
+    required = True
     sizes_known = True
     remedy = (
         "Its router chooses in a way that is not known here. Please report the class of the model."
+    )
+    refusal = (
+        "config.json with {units.field} = {kept} gives a model of other shapes. Keep all shapes "
+        "and close the removed experts in their routers: --keep-shapes."
     )
 
     module: str
@@ -164,9 +168,10 @@ class Experts(Units):
                     role=matrices[0].layer.role.rpartition(".*.")[0] if matrices else module,
                     block=block,
                     places=np.arange(number) * groups // number,
-                    least=least,
-                    required=least * groups,
+                    fewest=least * groups,
                     targets=matrices,
+                    collected_shape=(4, number),
+                    noun=cls.kind,
                     module=module,
                     field=field,
                     top_k=top_k,
@@ -222,10 +227,6 @@ class Experts(Units):
                     step.run()
         return finite_sums_of_ranks(sums, "the outputs of its experts")
 
-    @property
-    def collected_shape(self) -> tuple[int, ...]:
-        return 4, len(self)
-
     def score_of_sums(self, criterion: str, sums: Scores) -> Scores:
         tokens, weighted, plain, _ = sums
         scores: Scores = {
@@ -248,13 +249,23 @@ class Experts(Units):
             sums[target.layer.expert.expert] += squares(target.matrix, 0).sum()
         return np.sqrt(sums)
 
-    def cut(self, model: UnitModel, kept: Indices, cuts: Cuts) -> None:
+    @classmethod
+    def cut(cls, model: UnitModel, kept: Mapping[Units, Indices], remove: bool) -> Cuts:
+        cuts = Cuts(remove, shapes=model.shapes())
+        for experts in cls.among(kept):
+            experts._leave_out(model, kept[experts], cuts)
+            cuts.configs = [{model.path(experts.field): len(kept[experts])}]
+        return cuts
+
+    def _leave_out(self, model: UnitModel, kept: Indices, cuts: Cuts) -> None:
         if not cuts.remove and not self.closes:
             raise UserError(
                 f"--keep-shapes: the router of {self.name} has no bias, so that no expert can be "
                 "closed in it. Leave it out; every layer then keeps as many experts."
             )
         tensors = model.checkpoint.tensors
+        for parameter, dimension in self.parameters.items():
+            cuts.shorten(parameter, dimension, len(self) - len(kept))
         stays = kept.tolist()
         listed = {"num_experts": len(self), "kept_experts": {}}
         cuts.files.setdefault(EXPERTS_NAME, listed)["kept_experts"][self.name] = stays
@@ -274,26 +285,9 @@ class Experts(Units):
             cuts.fills[name] = max(_CLOSED, lowest / 4)
 
     def unreached(self, number: int) -> int:
+        """How many parameters of `number` experts a token does not reach."""
         weights = sum(target.matrix.numel for target in self.targets)
         return (number - self.top_k) * (weights // len(self))
-
-    @classmethod
-    def config_changes(cls, model: UnitModel, kept: Sequence[Indices]) -> Changes:
-        mixtures = cls.among(model.units)
-        field = mixtures[0].field
-        count = len(kept[0])
-        changes: Changes = {model.path(field): count}
-        shapes = model.shapes()
-        for experts in mixtures:
-            for name, dimension in experts.parameters.items():
-                shape = shapes[name]
-                shapes[name] = (*shape[:dimension], count, *shape[dimension + 1 :])
-        if model.shapes_with(changes) != shapes:
-            raise UserError(
-                f"config.json with {field} = {count} gives a model of other shapes. Keep all "
-                "shapes and close the removed experts in their routers: --keep-shapes."
-            )
-        return changes
 
     def fitted(self, kept: Indices) -> dict[Target, Indices]:
         shared = [] if self.shared is None else [self.shared]
@@ -315,23 +309,31 @@ class Experts(Units):
     def without(self, model: PreTrainedModel, kept: Indices) -> AbstractContextManager[Any]:
         return closed_router(model, self, kept)
 
-    @classmethod
-    def noted(cls, records: Mapping[Units, UnitsRecord], sums: Mapping[str, Tensor]) -> list[str]:
-        unseen = {}
-        for units, record in records.items():
-            tokens, mass, *_ = sums[units.name]
-            gone = units.gone(np.array(record.kept_units))
-            record.tokens_lost = float(tokens[gone].sum() / tokens.sum())
-            record.mass_lost = float(mass[gone].sum() / mass.sum())
-            unseen[units.name] = int((tokens == 0).sum())
-        first = next((name for name, count in unseen.items() if count), None)
-        if first is None:
-            return []
-        total = sum(len(units) for units in records)
-        return [
-            f"No token of the calibration reached {sum(unseen.values())} of {total:,} experts "
-            f"({unseen[first]} of {first}). They score 0; use more text, or text of more kinds."
-        ]
+
+def note_lost_tokens(records: Mapping[Units, UnitsRecord], sums: Mapping[str, Tensor]) -> list[str]:
+    """Put into the records of a model's experts what the tokens of the text lose; returns what to
+    know about the scores.
+
+    Args:
+        sums: of `Experts.sums`.
+    """
+    unseen = {}
+    mixtures = Experts.among(records)
+    for experts in mixtures:
+        record = records[experts]
+        tokens, mass, *_ = sums[experts.name]
+        gone = experts.gone(np.array(record.kept_units))
+        record.tokens_lost = float(tokens[gone].sum() / tokens.sum())
+        record.mass_lost = float(mass[gone].sum() / mass.sum())
+        unseen[experts.name] = int((tokens == 0).sum())
+    first = next((name for name, count in unseen.items() if count), None)
+    if first is None:
+        return []
+    total = sum(map(len, mixtures))
+    return [
+        f"No token of the calibration reached {sum(unseen.values())} of {total:,} experts "
+        f"({unseen[first]} of {first}). They score 0; use more text, or text of more kinds."
+    ]
 
 
 def _number_field(model: UnitModel, stacks: list[ExpertStack]) -> tuple[str, int, dict[str, int]]:

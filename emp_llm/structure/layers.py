@@ -25,7 +25,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from emp_llm.calibration.passes import own_batches
-from emp_llm.common.errors import RefusedError, UserError, count_of
+from emp_llm.common.errors import UserError
 from emp_llm.common.machine import in_float64
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Target
@@ -38,6 +38,7 @@ from emp_llm.structure.units import (
     Cuts,
     Indices,
     Scores,
+    Squares,
     UnitModel,
     Units,
     finite_sums_of_ranks,
@@ -75,6 +76,10 @@ class Layers(Units):
     remedy = (
         "Its layers depend on their number in a way that is not known here. Please report the "
         "class of the model."
+    )
+    refusal = (
+        "--structure layers: no number in config.json gives {model} these {kept} of its {total} "
+        "layers. Give another --sparsity, or use --structure neurons."
     )
 
     stored: dict[str, tuple[int, int, int]]
@@ -119,8 +124,10 @@ class Layers(Units):
             role=path,
             block=0,
             places=np.zeros(count, dtype=np.int64),
-            least=1,
+            fewest=1,
             targets=targets,
+            collected_shape=(2, count),
+            noun=cls.kind,
             stored=numbered,
             ends={
                 target.layer.block: target
@@ -132,7 +139,8 @@ class Layers(Units):
         )
         # Before anything is calibrated.
         without = (np.delete(np.arange(count), number) for number in (0, count // 2))
-        if all(layers._fitting(model, kept) is None for kept in without):
+        cuts = (cls.cut(model, {layers: kept}, True) for kept in without)
+        if all(model.config_of(each) is None for each in cuts):
             raise UserError(
                 f"--structure layers: the config of {name} gives the kinds of its layers by a "
                 "pattern, so that no layer can go by itself. Use --structure neurons, or leave it "
@@ -140,8 +148,8 @@ class Layers(Units):
             )
         return [layers]
 
-    def line(self, count: int) -> str:
-        return f"{count_of(len(self), 'decoder layer')} ({self.name})"
+    def score_of_weights(self, squares: Squares, norms: Scores | None) -> Scores:
+        raise UserError("layers have no score by their weights. Choose another --method.")
 
     @classmethod
     def sums(
@@ -166,51 +174,39 @@ class Layers(Units):
                     walk.advance(batch)
         return finite_sums_of_ranks({layers.name: sums}, "its hidden states")
 
-    @property
-    def collected_shape(self) -> tuple[int, ...]:
-        return 2, len(self)
-
     def score_of_sums(self, criterion: str, sums: Scores) -> Scores:
         change, tokens = sums
         return change / np.maximum(tokens, 1)  # type: ignore[no-any-return]
 
-    def cut(self, model: UnitModel, kept: Indices, cuts: Cuts) -> None:
-        gone = self.gone(kept)
-        for tensor, (number, start, end) in self.stored.items():
-            if number in gone:
-                cuts.names[tensor] = None
-            else:
-                new = number - np.count_nonzero(gone < number)
-                if new != number:
-                    cuts.names[tensor] = f"{tensor[:start]}{new}{tensor[end:]}"
-
     @classmethod
-    def config_changes(cls, model: UnitModel, kept: Sequence[Indices]) -> Changes:
-        (layers,) = cls.among(model.units)
-        changes = layers._fitting(model, kept[0])
-        if changes is None:
-            name = type(model.skeleton).__name__
-            raise RefusedError(
-                f"--structure layers: no number in config.json gives {name} these {len(kept[0])} "
-                f"of its {len(layers)} layers. Give another --sparsity, or use --structure neurons."
-            )
-        return changes
+    def cut(cls, model: UnitModel, kept: Mapping[Units, Indices], remove: bool) -> Cuts:
+        cuts = Cuts(remove)
+        for layers in cls.among(kept):
+            gone = layers.gone(kept[layers])
+            for tensor, (number, start, end) in layers.stored.items():
+                if number in gone:
+                    cuts.names[tensor] = None
+                else:
+                    new = number - np.count_nonzero(gone < number)
+                    if new != number:
+                        cuts.names[tensor] = f"{tensor[:start]}{new}{tensor[end:]}"
+            stays = kept[layers].tolist()
+            for name, shape in model.shapes().items():
+                inside = re.match(rf"{re.escape(layers.name)}\.(\d+)\.(.*)", name)
+                if inside is None:
+                    cuts.shapes[name] = shape
+                elif int(inside[1]) in stays:
+                    number = stays.index(int(inside[1]))
+                    cuts.shapes[f"{layers.name}.{number}.{inside[2]}"] = shape
+            cuts.configs = layers._configs(model, stays)
+        return cuts
 
-    def _fitting(self, model: UnitModel, kept: Indices) -> Changes | None:
-        """The fields of config.json that change if only some layers stay; None if no such change
-        gives a model of these layers.
+    def _configs(self, model: UnitModel, stays: Sequence[int]) -> list[Changes]:
+        """The changes of config.json that may leave only some layers.
 
         The number of layers, lists with a value for each layer, lists of numbers of layers, and the
         number of dense layers at the start of a mixture.
         """
-        stays = kept.tolist()
-        shapes = {}
-        for name, shape in model.shapes().items():
-            inside = re.match(rf"{re.escape(self.name)}\.(\d+)\.(.*)", name)
-            if inside is None:
-                shapes[name] = shape
-            elif int(inside[1]) in stays:
-                shapes[f"{self.name}.{stays.index(int(inside[1]))}.{inside[2]}"] = shape
         counts = []
         changes = Changes()
         for name, value in model.config.to_dict().items():
@@ -229,8 +225,7 @@ class Layers(Units):
                 changes[path] = [value[number] for number in stays]
         # The length of a list may be the number.
         tried = [{path: len(stays)} | changes for path in counts] or [changes]
-        tried += [by_count | _dense_by_name(model, stays) for by_count in tried]
-        return next((fields for fields in tried if model.shapes_with(fields) == shapes), None)
+        return tried + [by_count | _dense_by_name(model, stays) for by_count in tried]
 
     def fitted(self, kept: Indices) -> dict[Target, Indices]:
         layers = self.fitted_layers(kept)

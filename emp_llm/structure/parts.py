@@ -11,7 +11,8 @@ taylor: sum over tokens and columns of |dL/dY * Y|, with Y the inputs of the las
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -32,7 +33,6 @@ from emp_llm.models.layers import (
     QUERY_KEY_VALUE,
     Layer,
     Purpose,
-    Shape,
 )
 from emp_llm.options.recipe import Recipe
 from emp_llm.structure.choice import taylor_sums
@@ -54,6 +54,10 @@ class Parts(Units):
         rows: layer -> outputs that belong to each unit, shape (units, rows).
     """
 
+    refusal = (
+        "config.json cannot say these numbers of {units.kind} of {units.role}{why}. Give another "
+        "amount, or keep all shapes and set the removed ones to zero: --keep-shapes."
+    )
     layers: ClassVar[Purpose]
     missing: ClassVar[str]
 
@@ -72,17 +76,20 @@ class Parts(Units):
     ) -> Self:
         """The units that a layer reads; arguments are the attributes."""
         layer = output.layer
+        places = np.zeros(len(columns), dtype=np.int64) if places is None else places
+        values = {"noun": cls.kind} | more
         return cls(
             name=output.name,
             role=layer.role,
             block=layer.block or 0,
-            places=np.zeros(len(columns), dtype=np.int64) if places is None else places,
-            least=1,
+            places=places,
+            fewest=len(np.unique(places)),
             targets=[*rows, output],
+            collected_shape=(output.matrix.columns,),
             output=output,
             columns=columns,
             rows=rows,
-            **more,
+            **values,
         )
 
     @classmethod
@@ -127,7 +134,8 @@ class Parts(Units):
             groups.setdefault(group, []).append(stored[layer])
         in_order = sorted(groups.items(), key=lambda item: item[0][:2])
         all_parts = [cls._of_layers(layers, model) for _, layers in in_order]
-        units = [parts for parts in all_parts if parts is not None]
+        by_block = isinstance(getattr(model.config, "intermediate_size", 0), list)
+        units = [replace(parts, by_block=by_block) for parts in all_parts if parts is not None]
         if not units:
             name = type(model.skeleton).__name__
             raise UserError(f"--structure {cls.kind}: {name} has {cls.missing}.")
@@ -145,18 +153,6 @@ class Parts(Units):
     def _of_layers(cls, targets: list[Target], model: UnitModel) -> Self | None:
         """The units of some layers of a block; None if they cannot be told apart."""
 
-    @classmethod
-    def differ_in_number(cls, config: Any) -> bool:
-        return isinstance(getattr(config, "intermediate_size", 0), list)
-
-    @property
-    def collected_shape(self) -> tuple[int, ...]:
-        return (self.output.matrix.columns,)
-
-    @property
-    def calibrated(self) -> list[Layer]:
-        return [self.output.layer]
-
     def score_of_weights(self, squares: Squares, norms: Scores | None) -> Scores:
         of_columns = squares(self.output.matrix, 0)
         if norms is not None:
@@ -172,41 +168,39 @@ class Parts(Units):
     def score_of_sums(self, criterion: str, sums: Scores) -> Scores:
         return sums[self.columns].sum(1)  # type: ignore[no-any-return]
 
-    def cut(self, model: UnitModel, kept: Indices, cuts: Cuts) -> None:
+    @classmethod
+    def cut(cls, model: UnitModel, kept: Mapping[Units, Indices], remove: bool) -> Cuts:
+        all_parts = {parts: kept[parts] for parts in Parts.among(kept)}
+        cuts = Cuts(remove, shapes=model.shapes())
+        for parts, stays in all_parts.items():
+            parts._leave_out(model, stays, cuts)
+        if remove:
+            cuts.configs.append(_one_width(model, all_parts))
+        return cuts
+
+    def _leave_out(self, model: UnitModel, kept: Indices, cuts: Cuts) -> None:
         gone = self.gone(kept)
         tables = [(self.output, self.columns, 1)]
         tables += [(target, rows, 0) for target, rows in self.rows.items()]
         for target, table, dimension in tables:
             matrix = target.matrix
+            layer = target.layer
+            expert = layer.expert
             removed = table[gone].ravel()
             stored = matrix.stored
             # A transposed matrix is stored with its inputs first.
             place = 1 - dimension if matrix.transposed else dimension
             cuts.leave_out(stored.name, matrix.expert, stored.shape[-2:], place, removed)
-            bias = model.architecture.stored_names.get(f"{target.name}.bias")
-            if dimension == 0 and bias is not None and matrix.expert is None:
-                cuts.leave_out(bias, None, (matrix.rows,), 0, removed)
-
-    @classmethod
-    def config_changes(cls, model: UnitModel, kept: Sequence[Indices]) -> Changes:
-        units = Parts.among(model.units)
-        changes = _one_width(model, units, kept)
-        shapes = model.shapes_with(changes)
-        fewer = [parts for parts, stays in zip(units, kept, strict=True) if len(stays) < len(parts)]
-        if shapes is None:
-            raise fewer[0].no_field()
-        for name, shape in _smaller_shapes(model, units, kept).items():
-            if shapes.get(name) != shape:
-                owner = next(
-                    (
-                        parts
-                        for parts in fewer
-                        if name in {target.layer.parameter for target in parts.targets}
-                    ),
-                    fewer[0],
-                )
-                raise owner.no_field(f" (its model would need another {name})")
-        return changes
+            if expert is None or expert.expert == 0:  # all experts have the width of the first
+                transposed = layer.transposed if expert is None else expert.transposed
+                place = 1 - dimension if transposed else dimension
+                cuts.shorten(layer.parameter, place - 2, len(removed))
+            bias = f"{target.name}.bias"
+            if dimension == 0 and expert is None and bias in cuts.shapes:
+                cuts.shorten(bias, 0, len(removed))
+            stored_bias = model.architecture.stored_names.get(bias)
+            if dimension == 0 and stored_bias is not None and matrix.expert is None:
+                cuts.leave_out(stored_bias, None, (matrix.rows,), 0, removed)
 
     @abstractmethod
     def fields(self, config: Any, stays: Mapping[int, int]) -> dict[str, Any]:
@@ -219,15 +213,6 @@ class Parts(Units):
         Raises:
             UserError: no field has the number.
         """
-
-    def no_field(self, why: str = "") -> RefusedError:
-        """The error if config.json cannot say these numbers of units."""
-        instead = "" if self.kind == Neurons.kind else f"use --structure {Neurons.kind}, "
-        return RefusedError(
-            f"config.json cannot say these numbers of {self.kind} of {self.role}{why}. Give "
-            f"another amount, {instead}or keep all shapes and set the removed ones to zero: "
-            "--keep-shapes."
-        )
 
     def fitted(self, kept: Indices) -> dict[Target, Indices]:
         unread = self.columns[self.gone(kept)].ravel()
@@ -254,6 +239,9 @@ class Parts(Units):
 
         update_model(model, list(unread), tokens, update, updated, mask_of=mask_of, **options)
 
+    def without(self, model: PreTrainedModel, kept: Indices) -> AbstractContextManager[Any]:
+        return nullcontext()
+
 
 def _check_stacks(model: UnitModel, units: Sequence[Parts]) -> None:
     """Raise UserError if some matrices of a stack are of no unit (LongCat-Flash has a gate for
@@ -274,7 +262,7 @@ def _check_stacks(model: UnitModel, units: Sequence[Parts]) -> None:
             )
 
 
-def _one_width(model: UnitModel, units: Sequence[Parts], kept: Sequence[Indices]) -> Changes:
+def _one_width(model: UnitModel, kept: Mapping[Parts, Indices]) -> Changes:
     """The fields of config.json that hold the number of units of all layers."""
     config = model.checkpoint.config
     changes = Changes()
@@ -284,12 +272,12 @@ def _one_width(model: UnitModel, units: Sequence[Parts], kept: Sequence[Indices]
         if (config[path[0]] if len(path) > 1 else config).get(path[-1]) != value:
             changes[path] = value
 
-    widths = {parts.role: len(stays) for parts, stays in zip(units, kept, strict=True)}
+    widths = {parts.role: len(stays) for parts, stays in kept.items()}
     first: dict[str, Parts] = {}
     numbers: dict[str, dict[int, int]] = {}
-    for parts, stays in zip(units, kept, strict=True):
+    for parts, stays in kept.items():
         if parts.multiple_of:
-            put("n_shared_experts", len(stays) // widths[parts.multiple_of])
+            put("n_shared_experts", len(stays) // max(1, widths[parts.multiple_of]))
         elif len(stays) < len(parts):
             first.setdefault(parts.role, parts)
             numbers.setdefault(parts.role, {})[parts.block] = len(stays)
@@ -298,30 +286,6 @@ def _one_width(model: UnitModel, units: Sequence[Parts], kept: Sequence[Indices]
         for name, value in parts.fields(model.config, numbers[role]).items():
             put(name, value)
     return changes
-
-
-def _smaller_shapes(
-    model: UnitModel, units: Sequence[Parts], kept: Sequence[Indices]
-) -> dict[str, Shape]:
-    """The shape of every parameter of transformers' model after the removal."""
-    shapes = dict(model.architecture.shapes)
-    for parts, stays in zip(units, kept, strict=True):
-        gone = len(parts) - len(stays)
-        for target in parts.targets:
-            layer = target.layer
-            expert = layer.expert
-            if expert is not None and expert.expert > 0:
-                continue  # all experts have the width of the first
-            rows = gone * parts.rows[target].shape[1] if target in parts.rows else 0
-            columns = gone * parts.columns.shape[1] if target is parts.output else 0
-            transposed = layer.transposed if expert is None else expert.transposed
-            less = (columns, rows) if transposed else (rows, columns)
-            *stack, first, second = shapes[layer.parameter]
-            shapes[layer.parameter] = (*stack, first - less[0], second - less[1])
-            bias = f"{layer.name}.bias"
-            if expert is None and bias in shapes:
-                shapes[bias] = (shapes[bias][0] - rows,)
-    return shapes
 
 
 # MLP neurons, of experts too.
@@ -394,6 +358,7 @@ class Neurons(Parts):
         return cls.of(output, columns, rows, multiple_of=multiple_of)
 
     def check(self, recipe: Recipe) -> None:
+        """Raise UserError if a recipe does not fit these neurons."""
         layer = self.output.layer
         assert recipe.structure is not None
         multiple = recipe.structure.width_multiple
@@ -434,7 +399,7 @@ class Neurons(Parts):
                 return {name: number, "block_auto_adjust_ff_dim": False}
             if width is None or width == len(self):  # None: left to the default of the model
                 return {name: number}
-        raise self.no_field()
+        raise RefusedError(self.refusal.format(units=self, why=""))
 
 
 def _role_of_experts(model: UnitModel, shared: str) -> str:
@@ -490,6 +455,8 @@ class Heads(Parts):
         "cannot be pruned. Please report the class of the model, and use --structure neurons."
     )
 
+    refusal = Parts.refusal.replace("or keep", "use --structure neurons, or keep")
+
     heads: int
     keys: int
 
@@ -531,15 +498,10 @@ class Heads(Parts):
             rows_of[target] = np.concatenate([before, rows], 1)
         columns = np.arange(number * width, dtype=np.int64).reshape(units, -1)
         keys_in_unit = int(len(made) > 1)
-        return cls.of(output, columns, rows_of, places, heads=together, keys=keys_in_unit)
-
-    @property
-    def noun(self) -> str:
-        return f"groups of {self.heads} heads" if self.heads > 1 else self.kind
-
-    @property
-    def scored(self) -> list[Target]:
-        return [self.output]
+        noun = f"groups of {together} heads" if together > 1 else cls.kind
+        return cls.of(
+            output, columns, rows_of, places, heads=together, keys=keys_in_unit, noun=noun
+        )
 
     def fields(self, config: Any, stays: Mapping[int, int]) -> dict[str, Any]:
         number = stays[self.block]
@@ -551,9 +513,14 @@ class Heads(Parts):
 
     def kept_outputs(
         self, model: PreTrainedModel, kept: Indices, run: Callable[[], Tensor]
-    ) -> tuple[Tensor, Tensor] | None:
-        if len(kept) == len(self):
-            return None
+    ) -> tuple[Tensor, Tensor]:
+        """The logits of a pass, and the outputs of the kept heads, shape (tokens, heads, columns),
+        where a wrong order of heads shows.
+
+        Args:
+            model: the dense model, or the smaller one.
+            run: passes a prompt through it, and returns the logits.
+        """
         columns = torch.from_numpy(self.columns)
         inputs: list[Tensor] = []
 

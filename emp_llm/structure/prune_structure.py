@@ -15,7 +15,13 @@ from torch import Tensor
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.checkpoint.files import unfinished, write_bytes
 from emp_llm.checkpoint.output import OutputFolder
-from emp_llm.common.errors import NothingRemovedError, UserError, format_bytes
+from emp_llm.common.errors import (
+    NothingRemovedError,
+    RefusedError,
+    UserError,
+    count_of,
+    format_bytes,
+)
 from emp_llm.common.machine import command_line, versions
 from emp_llm.common.paths import STRUCTURE_NAME, SUMS_NAME
 from emp_llm.common.progress import stage
@@ -49,10 +55,10 @@ from emp_llm.runs.prune_run import (
 )
 from emp_llm.runs.run import check, dense_model
 from emp_llm.structure.choice import Choice, Removed, choose_units, count_removed, unit_scores
-from emp_llm.structure.experts import Experts
+from emp_llm.structure.experts import Experts, note_lost_tokens
 from emp_llm.structure.layers import Layers
-from emp_llm.structure.parts import Heads, Neurons
-from emp_llm.structure.units import Changes, Indices, Scores, UnitModel, Units
+from emp_llm.structure.parts import Heads, Neurons, Parts
+from emp_llm.structure.units import Changes, Cuts, Indices, Scores, UnitModel, Units
 from emp_llm.structure.writing import (
     active_parameters,
     compare_models,
@@ -165,8 +171,8 @@ def find_units(inputs: Inputs, structure: Structure) -> tuple[PruneRun, UnitMode
     matched = _match(recipe)
     if matched is not None:
         made_of["matched"] = [[*role, *counts] for role, counts in matched.items()]
-    for units in model.units:
-        units.check(recipe)
+    for neurons in Neurons.among(model.units):
+        neurons.check(recipe)
     if recipe.sums_units and options.execution == "model":
         raise UserError(
             f"--method {recipe.method} runs the model block by block; leave out --execution model."
@@ -191,7 +197,7 @@ def sparsities_of_units(inputs: Inputs, structure: Structure) -> list[float]:
     def kept_at(sparsity: float) -> tuple[int, ...] | None:
         uniform = inputs.recipe.but(counts=Share(sparsity))
         try:
-            choices, _ = choose_units(every, ones, uniform, model.width_by_block)
+            choices, _ = choose_units(every, ones, uniform)
         except UserError:  # fewer than a token needs
             return None
         return tuple(choice.record.kept for choice in choices)
@@ -235,7 +241,8 @@ def prune_units(run: PruneRun, model: UnitModel) -> RunReport:
             sums = _sums(run, model, out)
             feature = sums.get
         if run.inputs.calibrates:
-            norms = calibrate_once(run, out, model.calibrated)
+            read = [parts.output.layer for parts in Parts.among(model.units)]
+            norms = calibrate_once(run, out, read)
         if norms is not None:
             feature = norms.of
 
@@ -315,7 +322,7 @@ def _decide(run: PruneRun, model: UnitModel, feature: Feature | None = None) -> 
     budget = Budget.of(run.options.parameters, run.options.memory)
     if budget is not None:
         recipe = _within(budget, recipe, model, scores)
-    choices, beta = choose_units(model.units, scores, recipe, model.width_by_block, _match(recipe))
+    choices, beta = choose_units(model.units, scores, recipe, _match(recipe))
     counts = recipe.counts
     if isinstance(counts, Effective) and counts.in_force is None and beta is not None:
         logger.info("sparsity %g is that of beta %.6g.", counts.sparsity, beta)
@@ -337,11 +344,37 @@ def _decide(run: PruneRun, model: UnitModel, feature: Feature | None = None) -> 
             "is removed. Use --keep-shapes, which sets them to zero where they are, a lower "
             "--beta, --sparsity, or a smaller --width-multiple."
         )
+    cuts = cuts_of(model, choices, not structure.keep_shapes)  # raises if one cannot be left out
     if structure.keep_shapes:
-        cuts_of(model, choices, remove=False)  # raises if one cannot be left out
         return Decision(recipe, beta, choices, None)
-    indices = [choice.kept for choice in choices]
-    return Decision(recipe, beta, choices, model.units[0].config_changes(model, indices))
+    changes = model.config_of(cuts)
+    if changes is None:
+        raise _refusal(model, choices, cuts)
+    return Decision(recipe, beta, choices, changes)
+
+
+def _refusal(model: UnitModel, choices: Sequence[Choice], cuts: Cuts) -> RefusedError:
+    """The error if no change of config.json gives the smaller model."""
+    fewer = [choice for choice in choices if len(choice.kept) < len(choice.units)]
+    choice = fewer[0]
+    why = ""
+    shapes = model.shapes_with(cuts.configs[0])
+    if shapes is not None:
+        name = next((name for name in cuts.shapes if shapes.get(name) != cuts.shapes[name]), "")
+        why = f" (its model would need another {name})"
+        of_name = (
+            one for one in fewer if name in {each.layer.parameter for each in one.units.targets}
+        )
+        choice = next(of_name, choice)
+    return RefusedError(
+        choice.units.refusal.format(
+            units=choice.units,
+            kept=len(choice.kept),
+            total=len(choice.units),
+            model=type(model.skeleton).__name__,
+            why=why,
+        )
+    )
 
 
 def _within(budget: Budget, recipe: Recipe, model: UnitModel, scores: Sequence[Scores]) -> Recipe:
@@ -352,7 +385,7 @@ def _within(budget: Budget, recipe: Recipe, model: UnitModel, scores: Sequence[S
         if removed == 0:
             return size_of(model, [])
         asked = recipe.at(removed / total)
-        return size_of(model, choose_units(model.units, scores, asked, model.width_by_block)[0])
+        return size_of(model, choose_units(model.units, scores, asked)[0])
 
     fewest = sum(units.fewest for units in model.units)
     return recipe.at(budget.least(total - fewest, size_at) / total)
@@ -382,7 +415,7 @@ def _write(
         warnings = []
         if sums:
             records = {choice.units: choice.record for choice in choices}
-            warnings = model.units[0].noted(records, sums)
+            warnings = note_lost_tokens(records, sums)
         compared = out.get("compared", StructureRecord)
         if compared is None:
             _compare(run, decision, updated, out.files, record)
@@ -436,7 +469,7 @@ def _records(
 ) -> tuple[TargetsRecord, StructureRecord]:
     """The matrices of all units; the units, and the sizes of both models."""
     coverage = model.architecture.coverage(model.targets)
-    cuts = cuts_of(model, choices, remove=True)
+    cuts = cuts_of(model, choices, remove=changes is not None)
     stored = {target.matrix.stored.name: target.matrix.stored for target in model.targets}
     kept = sum(cuts.elements(tensor) for tensor in stored.values())
     weights = coverage.weights or 1
@@ -478,7 +511,12 @@ def _units_line(every: Sequence[Units]) -> str:
     roles: dict[str, list[Units]] = {}
     for units in every:
         roles.setdefault(units.role, []).append(units)
-    lines = [members[0].line(len(members)) for members in roles.values()]
+    lines = [
+        f"{count_of(len(members), 'layer')} with {len(members[0])} {members[0].noun} ({role})"
+        for role, members in roles.items()
+    ]
+    for layers in Layers.among(every):
+        lines = [f"{count_of(len(layers), 'decoder layer')} ({layers.name})"]
     return f"found: {'; '.join(lines)}"
 
 
@@ -486,7 +524,7 @@ def _sizes_by_share(model: UnitModel, recipe: Recipe) -> list[str]:
     """The size of the model with each number of its experts or layers, or with some shares of
     many; and what a sparsity that is asked for removes. They do not depend on scores.
     """
-    routed = any(units.unreached(len(units)) for units in model.units)
+    routed = any(experts.unreached(len(experts)) for experts in Experts.among(model.units))
     number = len(model.units[0])
     shares = [gone / number for gone in range(1, number)] if number <= _FEW else [0.25, 0.5, 0.75]
     asked = recipe.counts.sparsity or 0.0
@@ -496,7 +534,7 @@ def _sizes_by_share(model: UnitModel, recipe: Recipe) -> list[str]:
     for share in [*shares, *([asked] if asked else [])]:
         by_share = recipe.but(counts=Share(share))
         try:
-            choices, _ = choose_units(model.units, ones, by_share, model.width_by_block)
+            choices, _ = choose_units(model.units, ones, by_share)
         except UserError:  # fewer than a token needs
             continue
         cost = _cost(model, choices)

@@ -1,12 +1,12 @@
 """Units: what goes as a whole. A kind of unit is a class that says what is found, scored, cut,
-fitted and compared; `unit_model.py` has the table of them.
+fitted and compared; `prune_structure.py` has the table of them.
 """
 
 import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,13 +21,12 @@ from transformers import PreTrainedModel
 from emp_llm.checkpoint.checkpoint import Checkpoint, StoredTensor
 from emp_llm.checkpoint.files import write_json
 from emp_llm.checkpoint.matrices import Matrix
-from emp_llm.common.errors import UserError, count_of
+from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.blockwise import BlockwiseModel
-from emp_llm.models.layers import Layer, Shape
-from emp_llm.options.recipe import Recipe, Structure
-from emp_llm.records.run_report import UnitsRecord
+from emp_llm.models.layers import Shape
+from emp_llm.options.recipe import Structure
 from emp_llm.update.update import Update
 from emp_llm.walk.updated import UpdatedWeights
 
@@ -53,6 +52,8 @@ class Cuts:
         fills: tensor -> the value in the place of what does not stay, where shapes stay; others
             have 0.
         files: further files beside the checkpoint: path -> content, for JSON.
+        shapes: of all parameters and buffers of the smaller model, where units are removed.
+        configs: changes of config.json that may give them; the first that does is taken.
     """
 
     remove: bool
@@ -60,6 +61,8 @@ class Cuts:
     names: dict[str, str | None] = field(default_factory=dict)
     fills: dict[str, float] = field(default_factory=dict)
     files: dict[Path, dict[str, Any]] = field(default_factory=dict)
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    configs: list[Changes] = field(default_factory=list)
 
     def leave_out(
         self, name: str, expert: int | None, shape: Shape, dimension: int, gone: Any
@@ -69,6 +72,12 @@ class Cuts:
         """
         whole = [torch.ones(size, dtype=torch.bool) for size in shape]
         self.kept.setdefault(name, {}).setdefault(expert, whole)[dimension][gone] = False
+
+    def shorten(self, parameter: str, dimension: int, by: int) -> None:
+        """A dimension of a parameter of the smaller model has fewer elements."""
+        shape = list(self.shapes[parameter])
+        shape[dimension] -= by
+        self.shapes[parameter] = tuple(shape)
 
     def new_name(self, name: str) -> str | None:
         """The name of a stored tensor in the smaller checkpoint; None if it goes."""
@@ -127,18 +136,22 @@ class Units(ABC):
         rounded: where they are removed, --width-multiple divides the number that stays.
         remedy: what to do if the written model computes something else than the dense one.
         remedy_of_zeros: the same where shapes stay.
+        refusal: what to say if no change of config.json gives the smaller model, a template.
+        required: whether the fewest must stay even where the others are set to zero.
         name: of the layer that reads heads or neurons; of the module of all experts; of the list of
             layers.
         role: the name within the block, shared by the units of all blocks.
         block: number of their block.
         places: number of the group to which each belongs, shape (units,). Where units are removed,
             as many stay in every group. All 0 if units are taken from all.
-        least: how many stay at least in every group.
+        fewest: how many stay at least, of all groups.
         targets: all matrices of which a part goes with a unit. Of heads and neurons, the layer that
             reads them is the last.
+        collected_shape: the shape of what a calibration collects for these units.
+        noun: what is counted.
+        by_block: whether config.json has a number of these units for each block.
         multiple_of: the role of the units whose number divides theirs: config.json has the width of
             a shared expert as a number of routed ones. Empty for all others.
-        required: how many must stay even where the others are set to zero.
     """
 
     kind: ClassVar[str]
@@ -148,15 +161,19 @@ class Units(ABC):
     rounded: ClassVar[bool] = False
     remedy: ClassVar[str]
     remedy_of_zeros: ClassVar[str] = ""
+    refusal: ClassVar[str]
+    required: ClassVar[bool] = False
 
     name: str
     role: str
     block: int
     places: Indices
-    least: int
+    fewest: int
     targets: list[Target]
+    collected_shape: tuple[int, ...]
+    noun: str
+    by_block: bool = field(default=False, kw_only=True)
     multiple_of: str = field(default="", kw_only=True)
-    required: int = field(default=0, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.places)
@@ -181,36 +198,9 @@ class Units(ABC):
             UserError: it has none, or they are stored in a form that cannot be pruned.
         """
 
-    @classmethod
-    def differ_in_number(cls, config: Any) -> bool:
-        """Whether a text config has a number of units for each block."""
-        return False
-
-    @property
-    def noun(self) -> str:
-        """What is counted."""
-        return self.kind
-
-    def line(self, count: int) -> str:
-        """The units of this role in the plan of a run; `count` blocks have them."""
-        return f"{count_of(count, 'layer')} with {len(self)} {self.noun} ({self.role})"
-
-    def check(self, recipe: Recipe) -> None:
-        """Raise UserError if a recipe does not fit these units."""
-        return
-
     # Scored.
 
-    @property
-    def scored(self) -> list[Target]:
-        """The matrices whose weights a score by weights reads."""
-        return self.targets
-
-    @property
-    def calibrated(self) -> list[Layer]:
-        """The layers whose input norms a score by activations reads."""
-        return []
-
+    @abstractmethod
     def score_of_weights(self, squares: Squares, norms: Scores | None) -> Scores:
         """The score of each unit by its weights; with `norms`, those of the inputs of its last
         layer.
@@ -218,7 +208,6 @@ class Units(ABC):
         Raises:
             UserError: these units have none. The options refuse such a criterion before.
         """
-        raise UserError(f"{self.kind} have no score by their weights. Choose another --method.")
 
     @classmethod
     @abstractmethod
@@ -238,11 +227,6 @@ class Units(ABC):
     def score_of_sums(self, criterion: str, sums: Scores) -> Scores:
         """The score of each unit by its element of `sums`."""
 
-    @property
-    @abstractmethod
-    def collected_shape(self) -> tuple[int, ...]:
-        """The shape of what a calibration collects for these units."""
-
     def collected(self, feature: Callable[[str], Tensor | None]) -> Scores:
         """What a calibration has collected for these units, float64, of `collected_shape`.
 
@@ -261,44 +245,26 @@ class Units(ABC):
             )
         return values.double().numpy(force=True)
 
-    # Chosen.
-
-    @property
-    def fewest(self) -> int:
-        """How many stay at least."""
-        return self.least * len(np.unique(self.places))
+    # Cut.
 
     def gone(self, kept: Indices) -> Indices:
         """The numbers of the units that do not stay, ascending."""
         return np.setdiff1d(np.arange(len(self)), kept)
 
-    # Cut.
-
-    @abstractmethod
-    def cut(self, model: "UnitModel", kept: Indices, cuts: Cuts) -> None:
-        """Add what goes if only the units `kept` stay. The others are removed, or set to zero, or
-        closed in their router.
-
-        Raises:
-            UserError: a unit cannot be left out while all shapes stay.
-        """
-
-    def unreached(self, number: int) -> int:
-        """How many parameters of `number` units a token does not reach."""
-        return 0
-
     @classmethod
     @abstractmethod
-    def config_changes(cls, model: "UnitModel", kept: Sequence[Indices]) -> Changes:
-        """The fields of config.json that change if only some units stay.
+    def cut(cls, model: "UnitModel", kept: Mapping["Units", Indices], remove: bool) -> Cuts:
+        """What goes if only some units stay.
 
         Args:
             model: dense.
-            kept: the numbers of the units that stay, of each of `model.units`.
+            kept: the numbers of the units that stay.
+            remove: the others are removed; else they are set to zero, and experts are closed in
+                their router.
 
         Raises:
-            UserError: config.json has no number for such units, or the smaller model would need
-                other shapes.
+            UserError: a unit cannot be left out while all shapes stay, or config.json has no
+                number for such units.
         """
 
     # Fitted.
@@ -326,33 +292,11 @@ class Units(ABC):
 
     # Compared with the dense model.
 
+    @abstractmethod
     def without(self, model: PreTrainedModel, kept: Indices) -> AbstractContextManager[Any]:
         """A context in which the dense model runs without the other units, apart from the inputs
         of `fitted`.
         """
-        return nullcontext()
-
-    def kept_outputs(
-        self, model: PreTrainedModel, kept: Indices, run: Callable[[], Tensor]
-    ) -> tuple[Tensor, Tensor] | None:
-        """The logits of a pass, and the outputs of the kept units, shape (tokens, units, columns),
-        if a wrong order of units shows there.
-
-        Args:
-            model: the dense model, or the smaller one.
-            run: passes a prompt through it, and returns the logits.
-        """
-        return None
-
-    @classmethod
-    def noted(cls, records: Mapping["Units", UnitsRecord], sums: Mapping[str, Tensor]) -> list[str]:
-        """Put into the records of a model's units what the tokens of the text lose; returns what to
-        know about the scores.
-
-        Args:
-            sums: of `sums`.
-        """
-        return []
 
 
 @dataclass(frozen=True, eq=False)
@@ -380,19 +324,9 @@ class UnitModel:
         return self.skeleton.config.get_text_config()
 
     @property
-    def width_by_block(self) -> bool:
-        """Whether each block may have a number of neurons or heads of its own."""
-        return self.units[0].differ_in_number(self.config)
-
-    @property
     def targets(self) -> list[Target]:
         """All matrices of which a part goes with a unit."""
         return list(dict.fromkeys(target for units in self.units for target in units.targets))
-
-    @property
-    def calibrated(self) -> list[Layer]:
-        """The layers whose input norms a score by activations reads."""
-        return [layer for units in self.units for layer in units.calibrated]
 
     def path(self, name: str) -> tuple[str, ...]:
         """The path of a field of the text model in config.json."""
@@ -418,6 +352,12 @@ class UnitModel:
                     return _shapes_of(type(self.skeleton)(config))
             except Exception:  # of the model's own code
                 return None
+
+    def config_of(self, cuts: Cuts) -> Changes | None:
+        """The fields of config.json that change with the units that are removed; None if no change
+        gives the smaller model.
+        """
+        return next((each for each in cuts.configs if self.shapes_with(each) == cuts.shapes), None)
 
 
 def _shapes_of(model: PreTrainedModel) -> dict[str, Shape]:

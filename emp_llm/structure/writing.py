@@ -46,6 +46,8 @@ from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.verification import Findings
 from emp_llm.records.run_report import StructureRecord
 from emp_llm.structure.choice import Choice, choose_units, count_removed, unit_scores
+from emp_llm.structure.experts import Experts
+from emp_llm.structure.parts import Heads
 from emp_llm.structure.units import Changes, Cuts, Indices, UnitModel, changed_config
 from emp_llm.walk.updated import UpdatedWeights
 
@@ -66,10 +68,8 @@ def cuts_of(model: UnitModel, choices: Sequence[Choice], remove: bool) -> Cuts:
         remove: the others are removed; else they are set to zero, and experts are closed in their
             router.
     """
-    cuts = Cuts(remove)
-    for choice in choices:
-        choice.units.cut(model, choice.kept, cuts)
-    return cuts
+    kept = {choice.units: choice.kept for choice in choices}
+    return model.units[0].cut(model, kept, remove)
 
 
 def size_of(model: UnitModel, choices: Sequence[Choice]) -> tuple[int, int]:
@@ -95,7 +95,9 @@ def active_parameters(model: UnitModel, choices: Sequence[Choice], parameters: i
         parameters: of the model with these units.
     """
     stay = {choice.units: len(choice.kept) for choice in choices}
-    return parameters - sum(units.unreached(stay.get(units, len(units))) for units in model.units)
+    return parameters - sum(
+        experts.unreached(stay.get(experts, len(experts))) for experts in Experts.among(model.units)
+    )
 
 
 def write_smaller_checkpoint(
@@ -371,9 +373,9 @@ def _outputs(
 ) -> tuple[Tensor, Tensor | None]:
     """The logits, and what the kept units give of the first layer in which their order shows."""
     for choice in choices:
-        outputs = choice.units.kept_outputs(model, choice.kept, lambda: _prompt_logits(model, ids))
-        if outputs is not None:
-            return outputs
+        heads = choice.units
+        if isinstance(heads, Heads) and len(choice.kept) < len(heads):
+            return heads.kept_outputs(model, choice.kept, lambda: _prompt_logits(model, ids))
     return _prompt_logits(model, ids), None
 
 
@@ -432,9 +434,7 @@ def check_units(
     )
 
     by_rule = [msgspec.structs.replace(units, kept=units.rule) for units in record.layers.values()]
-    chosen, _ = choose_units(
-        model.units, stored_scores, recipe, model.width_by_block, count_removed(by_rule)
-    )
+    chosen, _ = choose_units(model.units, stored_scores, recipe, count_removed(by_rule))
     choices = [
         replace(choice, kept=stored[f"{choice.units.name}.kept"].numpy()) for choice in chosen
     ]
