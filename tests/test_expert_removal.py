@@ -314,11 +314,11 @@ def test_every_sweep_of_a_refit_is_drawn_to_the_dense_weights(
     """
     dense = load_file(make("qwen3_moe") / "model.safetensors")
     drawn = list[Tensor]()
-    run = update.solved
+    run = update.solve_target
     monkeypatch.setattr(experts, "MOMENT_BYTES", moments)
     monkeypatch.setattr(
         update,
-        "solved",
+        "solve_target",
         lambda target, by, weight, *rest: (
             drawn.append(weight.clone()) or run(target, by, weight, *rest)
         ),

@@ -262,7 +262,7 @@ def test_stopped_between_experts_of_one_tensor(
         "targets": "all-linear",
     }
     prune(output=tmp_path / "whole", **options)
-    pruned = Pruner.pruned
+    pruned = Pruner.prune_target
     written = list[tuple[str, int | None]]()
     stacks = [tensor for tensor in Checkpoint(source).tensors.values() if len(tensor.shape) == 3]
     last = max(tensor.shard for tensor in stacks)
@@ -274,7 +274,7 @@ def test_stopped_between_experts_of_one_tensor(
             if stop and written[-1] == (last.name, 2) and chunk.first:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(Pruner, "pruned", watched)
+    monkeypatch.setattr(Pruner, "prune_target", watched)
     stop = True
     with pytest.raises(KeyboardInterrupt):
         prune(output=tmp_path / "out", **options)

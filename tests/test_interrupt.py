@@ -21,7 +21,7 @@ def stop_half_way(number: int) -> None:
     scheduler does.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
-    rows = Pruner.pruned
+    rows = Pruner.prune_target
     begun = [0]
 
     def stop(pruner: Any, target: Any, *arguments: Any) -> Any:
@@ -33,7 +33,7 @@ def stop_half_way(number: int) -> None:
             time.sleep(60)
         return rows(pruner, target, *arguments)
 
-    Pruner.pruned = stop  # type: ignore[method-assign]
+    Pruner.prune_target = stop  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("number", CODES)

@@ -259,14 +259,14 @@ def test_an_interrupted_run_resumes(
         return run(target, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(layers, "refitted", killed)
+        patch.setattr(layers, "refit_target", killed)
         with pytest.raises(RuntimeError, match="killed"):
             removed(source, tmp_path / "out", [1, 3], device_map=where)
     fitted: list[int] = []
     monkeypatch.setattr(Layers, "sums", None)
     monkeypatch.setattr(
         layers,
-        "refitted",
+        "refit_target",
         lambda target, *args: fitted.append(target.layer.block) or run(target, *args),
     )
     removed(source, tmp_path / "out", [1, 3], device_map=where)

@@ -167,14 +167,14 @@ def test_where_no_whole_run_keeps_to_the_budget(
     two_blocks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with few, noisy sequences: what the masks alone allow is removed, instead of nothing."""
-    whole = loss_budget._Search._whole
+    whole = loss_budget._Search._measure_whole
 
     def noisy(self: Any, sparsity: float) -> Any:
         point = whole(self, sparsity)
         allowed = self._largest(self.budget.nats)
         return point if sparsity <= allowed else msgspec.structs.replace(point, error=1.0)
 
-    monkeypatch.setattr(loss_budget._Search, "_whole", noisy)
+    monkeypatch.setattr(loss_budget._Search, "_measure_whole", noisy)
     report, loss = pruned(two_blocks, tmp_path, loss="3%", method="wanda", refit=True)
     check_moved(tmp_path / "out", two_blocks, report, loss, most=5)
 
@@ -190,7 +190,7 @@ def test_a_third_run_lies_between_two(
         rise = self.budget.nats * math.exp(18 * (sparsity - sparsities[0] + 0.03))
         return LossPoint(sparsity=sparsity, rise=rise, error=0.0, whole_run=True)
 
-    monkeypatch.setattr(loss_budget._Search, "_whole", whole)
+    monkeypatch.setattr(loss_budget._Search, "_measure_whole", whole)
     _, loss = pruned(two_blocks, tmp_path, loss="3%", method="wanda", refit=True)
     assert len(sparsities) == 3
     rises = [each.rise / loss.budget for each in loss.points if each.whole_run]
@@ -212,7 +212,7 @@ def test_the_disk_of_whole_runs(
         with pytest.raises(UserError, match=r"--output .*: it needs"):
             pruned(two_blocks, tmp_path, **how)
     most = 0
-    whole = loss_budget._Search._whole
+    whole = loss_budget._Search._measure_whole
 
     def counted(self: Any, sparsity: float) -> Any:
         nonlocal most
@@ -220,7 +220,7 @@ def test_the_disk_of_whole_runs(
         most = max(most, len(list((tmp_path / ".out.loss").glob("removed-*"))))
         return point
 
-    monkeypatch.setattr(loss_budget._Search, "_whole", counted)
+    monkeypatch.setattr(loss_budget._Search, "_measure_whole", counted)
     with monkeypatch.context() as patch:
         patch.setattr(OutputFolder, "complete", _cut_off)
         with pytest.raises(KeyboardInterrupt):

@@ -376,7 +376,9 @@ def test_blocks_that_read_the_keys_of_others(tmp_path: Path) -> None:
 def test_a_fit_for_which_memory_does_not_suffice(
     tiny_llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(walk, "solved", Mock(side_effect=torch.OutOfMemoryError("out of memory")))
+    monkeypatch.setattr(
+        walk, "solve_target", Mock(side_effect=torch.OutOfMemoryError("out of memory"))
+    )
     how = {"calibration": str(text), "samples": 4, "seqlen": 32, "refit": True}
     with pytest.raises(UserError, match=r"out of memory.*--device-map cpu"):
         prune(tiny_llama, output=tmp_path / "out", device_map="cpu", **how)

@@ -786,7 +786,7 @@ def test_a_bench_on_a_failing_disk(
         "--device",
         "cpu",
     )
-    run = bench_file._timed_run
+    run = bench_file._time_run
 
     def fail(*_: Any) -> None:
         raise OSError(number, os.strerror(number))
@@ -794,10 +794,10 @@ def test_a_bench_on_a_failing_disk(
     for moment in ("before", "after"):
         if moment == "before":
             monkeypatch.setattr("emp_llm.commands.bench.write_bytes", fail)
-            monkeypatch.setattr(bench_file, "_timed_run", None)
+            monkeypatch.setattr(bench_file, "_time_run", None)
         else:
             monkeypatch.undo()
-            assert bench_file._timed_run is run
+            assert bench_file._time_run is run
             monkeypatch.setattr(Bench, "save", fail)
         done = command("bench", *line, "--output", output, code=2)
         assert (

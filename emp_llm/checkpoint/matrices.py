@@ -83,7 +83,7 @@ class BlockScales:
     rows: int
     columns: int
 
-    def dequantised(self, first: int, weights: "Tensor") -> "Tensor":
+    def dequantise(self, first: int, weights: "Tensor") -> "Tensor":
         """Rows of the matrix times their scales: float32, shape (rows, inputs), each product
         rounded once.
 
@@ -288,7 +288,7 @@ def dequantise_rows(matrix: Matrix, first: int, weights: "Tensor") -> "Tensor":
     """The values of the rows from `first` on, which are given as stored: times their scales in
     float32 if the matrix has scales, else unchanged.
     """
-    return weights if matrix.scales is None else matrix.scales.dequantised(first, weights)
+    return weights if matrix.scales is None else matrix.scales.dequantise(first, weights)
 
 
 def as_tensor(words: Words, dtype: str) -> "Tensor":

@@ -111,14 +111,14 @@ def bench(options: BenchOptions) -> Bench:
             return load_model(other.folder, str(device), options.dtype, trust)
         return load_pruned(least_zeros=NEVER, check=False)
 
-    def loaded(
+    def load_timed(
         load_one: Callable[[], "PreTrainedModel"], model: LocalModel
     ) -> tuple["PreTrainedModel", LoadedModel]:
         memory = resident_memory(device)
         start = time.perf_counter()
         network = load_one()
         seconds = time.perf_counter() - start
-        _timed_run(network, prompts[: batch_sizes[0]], options.new_tokens)
+        _time_run(network, prompts[: batch_sizes[0]], options.new_tokens)
         weights = list(network.parameters())
         for layer in sparse_layers(network).values():
             weights.extend(layer.buffers())
@@ -134,12 +134,12 @@ def bench(options: BenchOptions) -> Bench:
     batches = []
     rounds = 2 + len(batch_sizes) * (options.repeats + 1)
     with progress_bar(rounds, "measure", "round") as bar:
-        sparse_model, sparse = loaded(load_sparse, source)
+        sparse_model, sparse = load_timed(load_sparse, source)
         bar.update(1)
-        dense_model, dense = loaded(load_dense, other)
+        dense_model, dense = load_timed(load_dense, other)
         bar.update(1)
         for size in batch_sizes:
-            batches.append(_timed_batch(dense_model, sparse_model, prompts[:size], options, bar))
+            batches.append(_time_batch(dense_model, sparse_model, prompts[:size], options, bar))
     layers = [layer.rows for layer in sparse_layers(sparse_model).values()]
     stored = sum(rows.values.numel() for rows in layers)
     record = Bench(
@@ -197,7 +197,7 @@ class _TimedRun(NamedTuple):
     tokens: "torch.Tensor"
 
 
-def _timed_run(model: "PreTrainedModel", prompts: "torch.Tensor", new_tokens: int) -> _TimedRun:
+def _time_run(model: "PreTrainedModel", prompts: "torch.Tensor", new_tokens: int) -> _TimedRun:
     """Prefill prompts, int64, shape (sequences, tokens), and decode greedily."""
     import torch
 
@@ -213,7 +213,7 @@ def _timed_run(model: "PreTrainedModel", prompts: "torch.Tensor", new_tokens: in
     return _TimedRun(middle - start, end - middle, torch.cat(tokens, dim=1))
 
 
-def _timed_batch(
+def _time_batch(
     dense_model: "PreTrainedModel",
     sparse_model: "PreTrainedModel",
     prompts: "torch.Tensor",
@@ -224,10 +224,10 @@ def _timed_batch(
     runs = []
     for number in range(options.repeats + 1):
         if number % 2:  # the other model begins
-            sparse = _timed_run(sparse_model, prompts, options.new_tokens)
-        dense = _timed_run(dense_model, prompts, options.new_tokens)
+            sparse = _time_run(sparse_model, prompts, options.new_tokens)
+        dense = _time_run(dense_model, prompts, options.new_tokens)
         if not number % 2:
-            sparse = _timed_run(sparse_model, prompts, options.new_tokens)
+            sparse = _time_run(sparse_model, prompts, options.new_tokens)
         runs.append((dense, sparse))
         bar.update(1)
     (dense, sparse), *rounds = runs

@@ -84,7 +84,7 @@ def measure(
     from emp_llm.pruning.counts import (
         Numbers,
         counts_of,
-        measured,
+        entry_of,
         starving_rows,
         targets_of_folder,
     )
@@ -160,7 +160,7 @@ def measure(
                 pruners.append(Pruner(scores, counts_of(scores, numbers)))
             entries = []
             for pruner, outcomes in zip(pruners, measure_targets(pruners), strict=True):
-                entry = measured(pruner, outcomes, chosen.coverage, curve)
+                entry = entry_of(pruner, outcomes, chosen.coverage, curve)
                 starving = starving_rows(pruner, outcomes)
                 if starving is not None:
                     logger.warning("warning: %s: %s", pruner.scores.recipe.method, starving)

@@ -35,18 +35,18 @@ def prune(words: RecipeWords, options: PruneOptions, given: GivenOptions) -> "Ru
     if options.dry_run:
         return _plan(recipe, options, given)
     if options.loss is None:
-        return _pruned(recipe, options, given)
+        return _prune(recipe, options, given)
     check_one_process("--loss")
     load_packages()
     from emp_llm.runs.loss_budget import LossBudget, prune_to_loss
     from emp_llm.structure.prune_structure import sparsities_of_units
 
     budget = LossBudget.of(options.loss)
-    return prune_to_loss(recipe, budget, options, given, _pruned, sparsities_of_units)
+    return prune_to_loss(recipe, budget, options, given, _prune, sparsities_of_units)
 
 
 def _plan(recipe: Recipe, options: PruneOptions, given: GivenOptions) -> "DryRun":
-    """What `_pruned` would do."""
+    """What `_prune` would do."""
     from emp_llm.pruning.dry_run import with_curve
     from emp_llm.runs.prune_run import find_inputs, find_weights, plan_of
 
@@ -69,7 +69,7 @@ def _plan(recipe: Recipe, options: PruneOptions, given: GivenOptions) -> "DryRun
     return with_curve(planned, scores, options.propagate, run.source.headers_only)
 
 
-def _pruned(
+def _prune(
     recipe: Recipe, options: PruneOptions, given: GivenOptions, search: "LossSearch | None" = None
 ) -> RunReport:
     """Prune by options that are checked.

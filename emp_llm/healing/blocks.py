@@ -102,7 +102,7 @@ def heal_blocks(
         for step in walk.steps():
             members = [target for target in targets if target.name.startswith(f"{step.name}.")]
             block = Block(model, step, members, walk, pruned)
-            resumed = partial(updated.resumed, step.index, members, removed_of)
+            resumed = partial(updated.resume, step.index, members, removed_of)
             healed = ranks().first(resumed) if members else {}
             for target in members:
                 weight = None if healed is None else healed[target.name].weight

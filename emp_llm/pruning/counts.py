@@ -266,7 +266,7 @@ def effective_numbers(scores: Scores) -> list[GroupNumbers]:
         if group == "row":  # the kernels compute N_eff
             for target in scores.targets:
                 numbers = np.zeros((2, target.matrix.rows))
-                for chunk in pruner.pruned(target, files):
+                for chunk in pruner.prune_target(target, files):
                     rows = slice(chunk.first, chunk.first + len(chunk.figures.mass))
                     numbers[0, rows], numbers[1, rows] = chunk.figures.n_eff, chunk.figures.mass
                     bar.update(chunk.words.size)
@@ -306,7 +306,7 @@ def count_at_betas(scores: Scores, betas: Sequence[float]) -> list[int]:
     return [kept_at(groups, beta) for beta in betas]
 
 
-def measured(
+def entry_of(
     pruner: Pruner, outcomes: Outcomes, coverage: TargetsRecord, betas: Sequence[float]
 ) -> MeasureEntry:
     """What `measure` records of a criterion and an order.

@@ -204,7 +204,7 @@ class Pruner:
         chunks = partial(self.scores.of_chunks, targets, files, self._device, self._chunk_weights)
         return cut_of(chunks, self.counts.rule_of(targets[0]))
 
-    def pruned(
+    def prune_target(
         self,
         target: Target,
         files: FilePool,
@@ -247,7 +247,7 @@ class Pruner:
                 if self.counts.group == "matrix":
                     selector = self.cut([target], files)
                 rows = no_figures(target.matrix.rows)
-                for chunk in self.pruned(target, files, selector, updated):
+                for chunk in self.prune_target(target, files, selector, updated):
                     put_figures(rows, chunk.first, chunk.figures)
                     on_chunk(target, chunk)
                     bar.update(chunk.words.size)
@@ -266,7 +266,7 @@ class Pruner:
             assert selector is not None
             for target in self.targets:
                 before[target.name] = selector.kept_ties
-                for _ in self.pruned(target, files, selector):
+                for _ in self.prune_target(target, files, selector):
                     pass
         return selector, before
 
@@ -288,7 +288,7 @@ class Pruner:
             else:
                 selector, before = of_all
                 selector.kept_ties = before[target.name]
-            for chunk in self.pruned(target, files, selector):
+            for chunk in self.prune_target(target, files, selector):
                 rows = torch.from_numpy(chunk.words != 0)
                 mask[chunk.first : chunk.first + len(rows)] = rows
         return mask
@@ -341,7 +341,7 @@ class Pruner:
         if matrix.scales is None or selector is not None or self.scores.criterion_of(target).whole:
             return self._prune_values(target, first, words, dtype, selector)
         # FP8: the values are pruned as float32, then the bits. No bits but 0 have the value +0.0.
-        values = matrix.scales.dequantised(first, as_tensor(words, dtype)).numpy().view(np.uint32)
+        values = matrix.scales.dequantise(first, as_tensor(words, dtype)).numpy().view(np.uint32)
         figures = self._prune_values(target, first, values, "F32", None)
         words[values == 0] = 0
         return figures

@@ -174,7 +174,7 @@ def _write_shards(
                 if target is not None:
                     selector = pruner.cut([target], files)
                     statistics.append(
-                        file.put_rows(target, pruner.pruned(target, files, selector, updated))
+                        file.put_rows(target, pruner.prune_target(target, files, selector, updated))
                     )
                     outcomes[target.name] = outcome_of(
                         target, statistics[-1], pruner.counts, selector
@@ -210,7 +210,9 @@ def _write_together(
     for target in pruner.targets:
         shard = target.matrix.stored.shard
         with _ShardFile(folder / shard.name, digests[shard], bar) as file:
-            statistics = file.put_rows(target, pruner.pruned(target, files, selector, updated))
+            statistics = file.put_rows(
+                target, pruner.prune_target(target, files, selector, updated)
+            )
         outcomes[target.name] = outcome_of(target, statistics, pruner.counts, selector)
     for shard in digests:
         sync_path(folder / shard.name)

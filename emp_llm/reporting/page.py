@@ -107,7 +107,7 @@ def new_figure(height: float) -> Iterator[Any]:
         yield Figure(figsize=(WIDTH, height), layout="constrained")
 
 
-def drawn(figure: Any, name: str, title: str, caption: str) -> Drawing:
+def render(figure: Any, name: str, title: str, caption: str) -> Drawing:
     """Render a finished figure as SVG and PNG, without dates or versions; call it within the
     context of `new_figure`.
     """
@@ -203,7 +203,7 @@ def _figure(
         )
         of = "" if in_percent(measure) else " of the change from the dense model"
         caption = f"{measure[:1].upper()}{measure[1:]} {against}; ±: two standard errors{of}."
-        return drawn(figure, f"{name}-{slug(measure)}", title, caption)
+        return render(figure, f"{name}-{slug(measure)}", title, caption)
 
 
 def _styles(lines: list[Curve]) -> list[dict[str, Any]]:

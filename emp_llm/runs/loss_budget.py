@@ -71,7 +71,7 @@ from emp_llm.runs.prune_run import (
     find_inputs,
     make_run,
     open_output,
-    planned_healing,
+    plan_healing_of,
     work_bytes,
 )
 from emp_llm.runs.run import norms_in, read_given_norms
@@ -191,7 +191,7 @@ def _find(inputs: Inputs, work: Path) -> PruneRun:
     if recipe.structure is None:
         scores_of(chosen, recipe, checkpoint.config)
     run = make_run(inputs, recipe, chosen)
-    plan = planned_healing(run)
+    plan = plan_healing_of(run)
     if recipe.structure is not None or recipe.moves:
         # The best run so far, and the one that is made with its work.
         most = 2 * checkpoint.output_bytes + work_bytes(run, plan)
@@ -432,7 +432,7 @@ class _Search:
         write_own(self.work / "curve.json", self._state.as_dict())
         return point
 
-    def _masked(self, sparsity: float) -> LossPoint:
+    def _measure_masks(self, sparsity: float) -> LossPoint:
         """The point of the masks at a sparsity."""
         known = self._points().get(sparsity)
         if known is not None:
@@ -444,7 +444,9 @@ class _Search:
         """The largest sparsity whose masks keep to a rise; None if even the least goes beyond."""
         with stage("loss"):
             sparsities = sparsities_of(self.run.recipe)
-            rises = walk_curve(sparsities, nats, lambda sparsity: self._masked(sparsity).most)
+            rises = walk_curve(
+                sparsities, nats, lambda sparsity: self._measure_masks(sparsity).most
+            )
         return max((sparsity for sparsity, rise in rises.items() if rise <= nats), default=None)
 
     def _nothing(self) -> UserError:
@@ -466,7 +468,7 @@ class _Search:
         taken = self._largest(self.budget.nats)
         if taken is None:
             raise self._nothing()
-        return self._pruned(taken, self.run.path, self.run.options.overwrite)
+        return self._run_whole(taken, self.run.path, self.run.options.overwrite)
 
     def by_runs(self) -> RunReport:
         """Prune by whole runs, and put the best one that keeps to the budget at the path. A third
@@ -493,13 +495,17 @@ class _Search:
             high = min((each for each in whole if each.most > nats), key=_by_sparsity, default=None)
             if best is not None and high is not None:
                 # Between the two, on the line through the logarithms.
-                ends = [(each.most, self._masked(each.sparsity).most) for each in (best, high)]
+                ends = [
+                    (each.most, self._measure_masks(each.sparsity).most) for each in (best, high)
+                ]
                 rises, masked = np.log(np.maximum(ends, nats / 100)).T
                 of_masks = math.exp(np.interp(math.log(_AIM * nats), rises, masked))
                 continue
             aim = _AIM if point.most <= nats else _CAREFUL
             left = aim * nats / max(point.most, nats / 100)
-            of_masks = self._masked(point.sparsity).most * left ** (1 / _GROWTH if left > 1 else 1)
+            of_masks = self._measure_masks(point.sparsity).most * left ** (
+                1 / _GROWTH if left > 1 else 1
+            )
         if self._best() is None:
             # The last resort is where masks alone keep to the budget: moving weights seldom harms.
             safe = self._largest(nats)
@@ -517,7 +523,7 @@ class _Search:
     def _try(self, sparsity: float) -> LossPoint:
         """The point of a whole run. Of the checkpoints, the best one stays."""
         known = self._points(whole=True).get(sparsity)
-        point = known or self._keep(self._whole(sparsity))
+        point = known or self._keep(self._measure_whole(sparsity))
         best = self._best()
         for folder in self.work.glob("removed-*"):
             if best is None or folder != self._folder(best.sparsity):
@@ -539,7 +545,7 @@ class _Search:
         folder = self._folder(best.sparsity)
         if not folder.is_dir():  # killed below, or nothing was removed
             try:
-                self._pruned(best.sparsity, folder, overwrite=True)
+                self._run_whole(best.sparsity, folder, overwrite=True)
             except NothingRemovedError as error:
                 raise self._nothing() from error
         report = read_report(folder)
@@ -556,7 +562,7 @@ class _Search:
     def _folder(self, sparsity: float) -> Path:
         return self.work / f"removed-{sparsity:g}"
 
-    def _pruned(self, sparsity: float, path: Path, overwrite: bool) -> RunReport:
+    def _run_whole(self, sparsity: float, path: Path, overwrite: bool) -> RunReport:
         """A whole run at a sparsity."""
         run = self.run
         search = self._search_at(sparsity)
@@ -564,17 +570,17 @@ class _Search:
         options = replace(run.options, loss=None, output=path, overwrite=overwrite)
         return self.prune(run.recipe.at(sparsity), options, self.given, search)
 
-    def _whole(self, sparsity: float) -> LossPoint:
+    def _measure_whole(self, sparsity: float) -> LossPoint:
         """The point of a whole run."""
         folder = self._folder(sparsity)
         try:
-            self._pruned(sparsity, folder, overwrite=True)
+            self._run_whole(sparsity, folder, overwrite=True)
         except NothingRemovedError:  # less than one unit
             return LossPoint(sparsity=sparsity, rise=0.0, error=0.0, whole_run=True)
         _ = self._curve.dense
         models = self.run.models
         models.free()
-        record = self._curve.measured(models.get(folder))
+        record = self._curve.measure(models.get(folder))
         models.free()
         return self._curve.point(record, sparsity, whole=True)
 

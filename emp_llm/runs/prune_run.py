@@ -441,7 +441,7 @@ def _corpora(options: PruneOptions, config: Any) -> list[Corpus]:
     return calibration_corpora(options.text_name, context, options.samples, options.seqlen)
 
 
-def planned_healing(run: PruneRun, kept: HealingPlan | None = None) -> HealingPlan | None:
+def plan_healing_of(run: PruneRun, kept: HealingPlan | None = None) -> HealingPlan | None:
     """How the model heals on the text of the run; None if it does not. `kept` and the errors are
     those of `choose_healing`.
     """
@@ -477,7 +477,7 @@ def begin(run: PruneRun, out: OutputFolder) -> HealingPlan | None:
     """
     inputs = run.inputs
     out.begin(run.signature, machine_name() if inputs.needs_text else "")
-    plan = planned_healing(run, out.get("healing_plan", HealingPlan))
+    plan = plan_healing_of(run, out.get("healing_plan", HealingPlan))
     if plan is not None:
         out.check_space(run.checkpoint.output_bytes + work_bytes(run, plan))
     if inputs.needs_text:

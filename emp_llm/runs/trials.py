@@ -107,9 +107,9 @@ class LossCurve:
     @cached_property
     def dense(self) -> PerplexityRecord:
         """The dense model's perplexity."""
-        return self.measured(dense_model(self.run))
+        return self.measure(dense_model(self.run))
 
-    def measured(self, model: "PreTrainedModel") -> PerplexityRecord:
+    def measure(self, model: "PreTrainedModel") -> PerplexityRecord:
         """A model's perplexity."""
         return perplexity(model, self.tokens.flatten(), self.tokens.shape[1], batch_size=1)
 
@@ -144,7 +144,7 @@ class LossCurve:
         _ = self.dense
         untimed = Stopwatch(peaks=False)
         with try_masks(run, pruner, self.work / "checkpoint", untimed) as (folder, outcomes):
-            record = self.measured(run.models.get(folder))
+            record = self.measure(run.models.get(folder))
         return record, outcomes
 
 

@@ -169,7 +169,7 @@ class CpuProducts:
         inputs = padded.reshape(tokens, -1, WORD_COLUMNS).transpose(0, 1).contiguous()
         sums = torch.empty(tokens, rows, dtype=torch.float32, device=x.device)
         height = 12 * -(-rows // (12 * 16 * torch.get_num_threads()))
-        product = _compiled(product_module, self._dtype, instructions, tokens)
+        product = _compile(product_module, self._dtype, instructions, tokens)
         self._run(product, 0, rows, height, None, inputs, sums, _start(bias, rows))
         return sums.to(x.dtype)
 
@@ -191,7 +191,7 @@ class CpuProducts:
             tokens = inputs.shape[0]
             passes = -(-tokens // (instructions.sums // _VECTORS))
             arguments = self._dtype, instructions, NAMES[result_dtype], -(-tokens // passes)
-            product = _compiled(tile_module, *arguments)
+            product = _compile(tile_module, *arguments)
             results = result[first : first + tokens]
             self._run(product, 0, rows, height, tile, inputs, results, start)
         return result[:, :rows].contiguous().to(x.dtype)
@@ -207,7 +207,7 @@ class CpuProducts:
         rows = self._rows.rows
         threads = torch.get_num_threads()
         result = x.new_empty(x.shape[0], rows)
-        dense = _compiled(dense_module, self._dtype, self._instructions)
+        dense = _compile(dense_module, self._dtype, self._instructions)
         height = max(1, min(rows, threads * _TORCH_TILE // max(1, self._padded)))
         # One word lies between two rows, or many rows would share the same lines of the cache.
         tile = x.new_empty(height, self._padded + WORD_COLUMNS)
@@ -750,7 +750,7 @@ def _for_range(
 
 
 @cache
-def _compiled(module_of: Callable[..., ir.Module], *arguments: Any) -> int:
+def _compile(module_of: Callable[..., ir.Module], *arguments: Any) -> int:
     """The address of the function "run" of `module_of(*arguments)`, compiled for this processor."""
     module = module_of(*arguments)
     llvm.initialize_native_target()

@@ -58,7 +58,7 @@ from emp_llm.walk.update import (
     Block,
     Sums,
     is_added,
-    refitted,
+    refit_target,
     sums_of_ranks,
 )
 from emp_llm.walk.updated import Updated, UpdatedWeights
@@ -699,7 +699,7 @@ def refit_experts(
             with ExitStack() as hooks:
                 if experts is not None:
                     hooks.enter_context(closed_router(model, experts, kept[experts]))
-                results = ranks().first(partial(updated.resumed, step.index, targets))
+                results = ranks().first(partial(updated.resume, step.index, targets))
                 if results is not None:
                     for target in targets:
                         block.change(target, None, results[target.name].weight)
@@ -730,7 +730,7 @@ def _refit_block(
         for number in chunk:
             target = by_number[number]
             weight = block.weight(target)
-            result = refitted(target, sums.get(number), weight, update, min_expert_tokens)
+            result = refit_target(target, sums.get(number), weight, update, min_expert_tokens)
             block.change(target, None, result.weight)
             updated[target.name] = result
     return updated

@@ -52,7 +52,7 @@ from emp_llm.walk.update import (
     is_added,
     missing_outputs,
     output_errors,
-    refitted,
+    refit_target,
     sums_of_ranks,
     token_weights,
 )
@@ -378,9 +378,9 @@ class _End:
         """
         index = self.block.step.index
         name = self.target.name
-        resumed = ranks().first(partial(updated.resumed, index, [self.target]))
+        resumed = ranks().first(partial(updated.resume, index, [self.target]))
         if resumed is None:
-            result = refitted(self.target, self._sums(fitting, update), self._weight, update)
+            result = refit_target(self.target, self._sums(fitting, update), self._weight, update)
             self._measure(result, self._sums(measuring, update))
             updated.put(index, {name: result})
         else:

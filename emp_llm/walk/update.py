@@ -126,7 +126,7 @@ def update_model(
             if step.index == 0 and execution_device(step.block).type == "cuda":
                 # On a CPU, the memory of a second block is dearer than the time.
                 stack.enter_context(updated.behind())
-            resumed = partial(updated.resumed, step.index, members, removed_of)
+            resumed = partial(updated.resume, step.index, members, removed_of)
             outcomes = ranks().first(resumed) if members else {}
             if outcomes is None:
                 outcomes = _update_block(
@@ -820,7 +820,7 @@ def _update(
         )
     moments = _moments_of(block, target, sums)
     allowed = allowed_of(target) if update.searches else Allowed(mask=block.masks[target.name])
-    solution = solved(target, update, weight, moments, allowed)
+    solution = solve_target(target, update, weight, moments, allowed)
     mask = solution.mask
     stored = round_to_stored(solution.weight, target)
     set_to_zero(stored, ~mask)  # not -0.0
@@ -834,7 +834,7 @@ def _update(
     return Updated(stored, record, kept_mass), mask if update.searches else None
 
 
-def solved(
+def solve_target(
     target: Target, update: Update, weight: Tensor, moments: Moments, allowed: Allowed
 ) -> Solution:
     """The new values of a target, after a search with those of its refit.
@@ -860,7 +860,7 @@ def solved(
     return solution
 
 
-def refitted(
+def refit_target(
     target: Target, sums: Sums | None, weight: Tensor, update: Update, least: int = 1
 ) -> Updated:
     """All weights of a target at the optimum; they stay if it saw fewer tokens than `least`.
@@ -877,7 +877,7 @@ def refitted(
         return Updated(None, FitRecord(tokens=tokens))
     moments = Moments(sums.gram, sums.right, sums.energy[target.name], tokens)
     everything = Allowed(mask=torch.ones_like(weight, dtype=torch.bool))
-    solution = solved(target, update, weight, moments, everything)
+    solution = solve_target(target, update, weight, moments, everything)
     before, after = output_errors(moments, weight, weight, solution.weight) or (0.0, 0.0)
     record = FitRecord(
         tokens=tokens, damping=solution.damping, error_before=before, error_after=after

@@ -118,7 +118,7 @@ class UpdatedWeights:
         blocks = [_number(name) for name in self._hashes]
         return all(self._whole(block, partial(check, block)) is not None for block in blocks)
 
-    def resumed(
+    def resume(
         self,
         block: int,
         targets: Sequence[Target],

@@ -29,7 +29,7 @@ from weight_pruning import effective, magnitudes, masked, select_weights
 
 from emp_llm.common.errors import UserError
 from emp_llm.common.tables import Rows, markdown_table
-from emp_llm.reporting.page import COLOURS, MARKERS, Drawing, drawn, new_figure
+from emp_llm.reporting.page import COLOURS, MARKERS, Drawing, new_figure, render
 
 BETAS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 ROOT = Path(__file__).parents[2]
@@ -185,7 +185,7 @@ def _drawing(
             right.set_ylabel("perplexity")
             caption += " Right axis: perplexity of a language model that loses heads."
         figure.legend(loc="outside lower center", ncols=2)
-        return drawn(figure, "beta", "Accuracy over beta", caption)
+        return render(figure, "beta", "Accuracy over beta", caption)
 
 
 if __name__ == "__main__":

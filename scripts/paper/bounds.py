@@ -19,7 +19,7 @@ from paper_pages import Page, options_of, written_page
 from torch import Tensor
 
 from emp_llm.common.tables import markdown_table
-from emp_llm.reporting.page import COLOURS, MARKERS, drawn, new_figure
+from emp_llm.reporting.page import COLOURS, MARKERS, new_figure, render
 from emp_llm.selection.effective import (
     effective_mask,
     effective_mass,
@@ -145,7 +145,7 @@ def _add_figure(page: Page, points: dict[str, Points]) -> None:
             "it. Right: the loss change of quadratic losses with the same curvature in all "
             "directions, and its bound. N = 1000."
         )
-        page.figure(drawn(figure, "bounds", "Bounds and simulated scores", caption))
+        page.figure(render(figure, "bounds", "Bounds and simulated scores", caption))
 
 
 def _add_tables(page: Page, points: dict[str, Points]) -> None:
