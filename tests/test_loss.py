@@ -509,7 +509,7 @@ def test_budgets() -> None:
 def test_the_output_is_checked_before_anything_is_computed(
     two_blocks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss_budget, "norms_in", lambda *_, **__: pytest.fail("computed"))
+    monkeypatch.setattr(loss_budget, "calibrate", lambda *_, **__: pytest.fail("computed"))
     how = TEXT | {"loss": "2%", "method": "wanda", "output": tmp_path / "out"}
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")

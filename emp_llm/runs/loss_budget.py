@@ -74,7 +74,7 @@ from emp_llm.runs.prune_run import (
     plan_healing_of,
     work_bytes,
 )
-from emp_llm.runs.run import norms_in, read_given_norms
+from emp_llm.runs.run import calibrate, read_given_norms
 from emp_llm.runs.trials import LossCurve
 
 if TYPE_CHECKING:
@@ -421,7 +421,10 @@ class _Search:
         if run.recipe.structure is not None:  # each run collects its own
             return None
         file = self.work / "activations.safetensors"
-        return norms_in(run, file, self._masks.statistics, self.work / "calibration")
+        layers = run.chosen.layers_to_calibrate()
+        resume = self.work / "calibration"
+        with stage("calibrate"):
+            return calibrate(run, layers, self._masks.statistics, resume, file=file)
 
     def _points(self, whole: bool = False) -> dict[float, LossPoint]:
         points = self._state.points

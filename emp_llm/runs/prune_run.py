@@ -29,7 +29,6 @@ from emp_llm.healing.planning import (
     sequences_for,
 )
 from emp_llm.models.architecture import Target
-from emp_llm.models.layers import Layer
 from emp_llm.models.local_model import LocalModel, find_model
 from emp_llm.models.one_model import OneModel
 from emp_llm.models.placement import Quantization, max_context, parse_device_map, quantization_of
@@ -68,6 +67,7 @@ from emp_llm.runs.run import (
     count_steps,
     dense_model,
     heal,
+    keep_norms,
     read_given_norms,
     warn_if_foreign,
     why_unchecked,
@@ -79,7 +79,6 @@ if TYPE_CHECKING:
 
     from emp_llm.calibration.activations import Activations
     from emp_llm.calibration.data import CalibrationText
-    from emp_llm.calibration.passes import Masker
     from emp_llm.evaluation.evaluate import PreparedSuite
     from emp_llm.evaluation.results import Suite
     from emp_llm.records.evaluation import Measures, PerplexityRecord
@@ -485,39 +484,9 @@ def begin(run: PruneRun, out: OutputFolder) -> HealingPlan | None:
 
         keep_generated(out.files / SELF_NAME, run.text)
     if inputs.search and inputs.norms is not None and run.options.activations is None:
-        _keep_norms(run, out, inputs.norms)  # what decided the masks lies beside them
+        # What decided the masks lies beside them.
+        keep_norms(run, inputs.norms, out.files / ACTIVATIONS_NAME, out)
     return plan
-
-
-def calibrate_once(
-    run: PruneRun, out: OutputFolder, layers: list[Layer], masker: "Masker | None" = None
-) -> "Activations":
-    """The norms of the inputs of layers, or those of an interrupted run. A collective call.
-
-    Args:
-        masker: of a pruned propagation; None: dense.
-    """
-    from emp_llm.calibration.activations import own_norms
-    from emp_llm.calibration.passes import delete_progress
-
-    file = out.files / ACTIVATIONS_NAME
-    with stage("calibrate"):
-        norms = None
-        if out.has("calibrated", file, run.stopwatch):
-            norms = ranks().first(lambda: own_norms(file, run.targets))
-        if norms is None:
-            norms = calibrate(run, layers, run.recipe.statistics, out.calibration, masker)
-            _keep_norms(run, out, norms)
-        delete_progress(out.calibration)
-    return norms
-
-
-def _keep_norms(run: PruneRun, out: OutputFolder, norms: "Activations") -> None:
-    """Save norms in the output, as a part of it and for resuming."""
-    file = out.files / ACTIVATIONS_NAME
-    if ranks().main:
-        norms.save(file)
-    out.keep("calibrated", file, run.stopwatch)
 
 
 def update_weights(
@@ -687,7 +656,16 @@ def prune_weights(run: PruneRun, scores: Scores) -> RunReport:
             propagated = Pruner(scores, counts_of(scores), options.mask_device)
         norms = inputs.norms
         if inputs.calibrates:
-            norms = calibrate_once(run, out, run.chosen.layers_to_calibrate(), propagated)
+            with stage("calibrate"):
+                norms = calibrate(
+                    run,
+                    run.chosen.layers_to_calibrate(),
+                    run.recipe.statistics,
+                    out.calibration,
+                    propagated,
+                    file=out.files / ACTIVATIONS_NAME,
+                    out=out,
+                )
             if run.recipe.needs_activations:
                 scores = scores.with_activations(norms)
 

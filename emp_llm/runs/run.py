@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ from emp_llm.checkpoint.output import OutputFolder, describe_difference
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.machine import Stopwatch, free_memory
 from emp_llm.common.paths import REPORT_NAME
-from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
 from emp_llm.healing.planning import HealingPlan, plan_healing
 from emp_llm.models.architecture import Target
@@ -229,55 +228,60 @@ def calibrate(
     statistics: Collection[str],
     resume: Path,
     masker: "Masker | None" = None,
+    *,
+    file: Path | None = None,
+    out: OutputFolder | None = None,
 ) -> "Activations":
-    """The norms of the inputs of layers, over the text. A collective call.
+    """The norms of the inputs of layers, over the text, or those of an interrupted run. A
+    collective call.
 
     Args:
         statistics: names of further statistics.
-        resume: folder for the progress, if it is to be kept. The caller deletes it.
+        resume: folder for the progress. It is deleted once the norms are in `file`; without one,
+            by the caller.
         masker: of a pruned propagation; None: dense.
-    """
-    from emp_llm.calibration.passes import collect_norms
-
-    options = run.options
-    pruned_by = None if masker is None else as_recorded(run.recipe)
-    about = msgspec.structs.replace(run.origin, pruned_by=pruned_by)
-    dense = dense_model(run, by_blocks=masker is not None)
-    with run.stopwatch("calibrate"):
-        norms = collect_norms(
-            dense,
-            run.data,
-            layers,
-            about,
-            options,
-            statistics=statistics,
-            masker=masker,
-            blocks=run.recipe.targets.blocks,
-            resume=resume if options.resumable_calibration else None,
-        )
-    del dense
-    if run.quantization is not None:
-        run.models.free()
-    return norms
-
-
-def norms_in(run: Run, file: Path, statistics: Collection[str], resume: Path) -> "Activations":
-    """The norms in a file of unfinished work; if there are none, they are collected and kept there.
-
-    Args:
-        statistics, resume: of `calibrate`. The progress is deleted.
+        file: of unfinished work, for the norms; None: they are not kept.
+        out: the output that notes the file, if one does.
     """
     from emp_llm.calibration.activations import own_norms
-    from emp_llm.calibration.passes import delete_progress
+    from emp_llm.calibration.passes import collect_norms, delete_progress
 
-    norms = own_norms(file, run.targets)
+    norms = None
+    if file is not None and (out is None or out.has("calibrated", file, run.stopwatch)):
+        norms = ranks().first(partial(own_norms, file, run.targets))
     if norms is None:
-        with stage("calibrate"):
-            layers = run.chosen.layers_to_calibrate()
-            norms = calibrate(run, layers, statistics, resume)
-        norms.save(file)
-    delete_progress(resume)
+        options = run.options
+        pruned_by = None if masker is None else as_recorded(run.recipe)
+        about = msgspec.structs.replace(run.origin, pruned_by=pruned_by)
+        dense = dense_model(run, by_blocks=masker is not None)
+        with run.stopwatch("calibrate"):
+            norms = collect_norms(
+                dense,
+                run.data,
+                layers,
+                about,
+                options,
+                statistics=statistics,
+                masker=masker,
+                blocks=run.recipe.targets.blocks,
+                resume=resume if options.resumable_calibration else None,
+            )
+        del dense
+        if run.quantization is not None:
+            run.models.free()
+        if file is not None:
+            keep_norms(run, norms, file, out)
+    if file is not None:
+        delete_progress(resume)
     return norms
+
+
+def keep_norms(run: Run, norms: "Activations", file: Path, out: OutputFolder | None) -> None:
+    """Save norms for resuming; `file` and `out` are those of `calibrate`."""
+    if ranks().main:
+        norms.save(file)
+    if out is not None:
+        out.keep("calibrated", file, run.stopwatch)
 
 
 def check(run: Run, folder: Path) -> "PerplexityRecord | None":

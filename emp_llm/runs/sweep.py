@@ -61,8 +61,8 @@ from emp_llm.records.evaluation import Measures
 from emp_llm.records.run_report import PointRecord, Sweep, SweepMadeBy, SweptPoint, read_sweep
 from emp_llm.runs.run import (
     Run,
+    calibrate,
     dense_model,
-    norms_in,
     read_given_norms,
     warn_if_foreign,
     write_records,
@@ -335,7 +335,10 @@ def sweep_points(run: SweepRun, shared: RecipeWords) -> Sweep:
     if run.calibrates:
         scored = [recipe for recipe in run.recipes.values() if recipe.needs_activations]
         statistics = {name for recipe in scored for name in recipe.statistics}
-        norms = norms_in(run, run.folder.activations, statistics, run.folder.calibration)
+        layers = run.chosen.layers_to_calibrate()
+        file = run.folder.activations
+        with stage("calibrate"):
+            norms = calibrate(run, layers, statistics, run.folder.calibration, file=file)
     record = run.folder.record
     if record.dense is None:
         with stage("evaluate dense"), run.stopwatch("evaluate dense"):

@@ -23,7 +23,7 @@ from emp_llm.common.errors import (
     format_bytes,
 )
 from emp_llm.common.machine import command_line, versions
-from emp_llm.common.paths import STRUCTURE_NAME, SUMS_NAME
+from emp_llm.common.paths import ACTIVATIONS_NAME, STRUCTURE_NAME, SUMS_NAME
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
 from emp_llm.common.tables import percent_cell
@@ -46,14 +46,13 @@ from emp_llm.runs.prune_run import (
     PruneRun,
     awaits_evaluation,
     begin,
-    calibrate_once,
     finish,
     make_run,
     open_output,
     plan_of,
     update_weights,
 )
-from emp_llm.runs.run import check, dense_model
+from emp_llm.runs.run import calibrate, check, dense_model
 from emp_llm.structure.choice import Choice, Removed, choose_units, count_removed, unit_scores
 from emp_llm.structure.experts import Experts, note_lost_tokens
 from emp_llm.structure.layers import Layers
@@ -242,7 +241,10 @@ def prune_units(run: PruneRun, model: UnitModel) -> RunReport:
             feature = sums.get
         if run.inputs.calibrates:
             read = [parts.output.layer for parts in Parts.among(model.units)]
-            norms = calibrate_once(run, out, read)
+            file = out.files / ACTIVATIONS_NAME
+            statistics = run.recipe.statistics
+            with stage("calibrate"):
+                norms = calibrate(run, read, statistics, out.calibration, file=file, out=out)
         if norms is not None:
             feature = norms.of
 
