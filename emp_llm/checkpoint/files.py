@@ -135,14 +135,6 @@ class FileLock:
             content = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
             os.pwrite(self._file, json.dumps(content).encode(), 0)
 
-    @property
-    def descriptor(self) -> int:
-        """The descriptor of the open file. A process that inherits it shares the lock, which then
-        ends when both processes have ended.
-        """
-        assert self._file is not None
-        return self._file
-
     def release(self) -> None:
         """Delete the file and release the lock."""
         if self._file is not None:
