@@ -171,7 +171,6 @@ class Experts(Units):
                     fewest=least * groups,
                     targets=matrices,
                     collected_shape=(4, number),
-                    noun=cls.kind,
                     module=module,
                     field=field,
                     top_k=top_k,

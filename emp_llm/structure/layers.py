@@ -127,7 +127,6 @@ class Layers(Units):
             fewest=1,
             targets=targets,
             collected_shape=(2, count),
-            noun=cls.kind,
             stored=numbered,
             ends={
                 target.layer.block: target

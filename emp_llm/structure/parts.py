@@ -77,7 +77,6 @@ class Parts(Units):
         """The units that a layer reads; arguments are the attributes."""
         layer = output.layer
         places = np.zeros(len(columns), dtype=np.int64) if places is None else places
-        values = {"noun": cls.kind} | more
         return cls(
             name=output.name,
             role=layer.role,
@@ -89,7 +88,7 @@ class Parts(Units):
             output=output,
             columns=columns,
             rows=rows,
-            **values,
+            **more,
         )
 
     @classmethod
@@ -277,7 +276,8 @@ def _one_width(model: UnitModel, kept: Mapping[Parts, Indices]) -> Changes:
     numbers: dict[str, dict[int, int]] = {}
     for parts, stays in kept.items():
         if parts.multiple_of:
-            put("n_shared_experts", len(stays) // max(1, widths[parts.multiple_of]))
+            width = max(1, widths[parts.multiple_of])  # none stay in a damaged record alone
+            put("n_shared_experts", len(stays) // width)
         elif len(stays) < len(parts):
             first.setdefault(parts.role, parts)
             numbers.setdefault(parts.role, {})[parts.block] = len(stays)
@@ -498,7 +498,7 @@ class Heads(Parts):
             rows_of[target] = np.concatenate([before, rows], 1)
         columns = np.arange(number * width, dtype=np.int64).reshape(units, -1)
         keys_in_unit = int(len(made) > 1)
-        noun = f"groups of {together} heads" if together > 1 else cls.kind
+        noun = f"groups of {together} heads" if together > 1 else ""
         return cls.of(
             output, columns, rows_of, places, heads=together, keys=keys_in_unit, noun=noun
         )

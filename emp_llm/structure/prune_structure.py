@@ -514,7 +514,8 @@ def _units_line(every: Sequence[Units]) -> str:
     for units in every:
         roles.setdefault(units.role, []).append(units)
     lines = [
-        f"{count_of(len(members), 'layer')} with {len(members[0])} {members[0].noun} ({role})"
+        f"{count_of(len(members), 'layer')} with {len(members[0])} "
+        f"{members[0].noun or members[0].kind} ({role})"
         for role, members in roles.items()
     ]
     for layers in Layers.among(every):
@@ -557,8 +558,9 @@ def _totals(choices: Sequence[Choice]) -> dict[str, tuple[int, int, int]]:
     totals: dict[str, tuple[int, int, int]] = {}
     for choice in choices:
         record = choice.record
-        units, rule, kept = totals.get(choice.units.noun, (0, 0, 0))
-        totals[choice.units.noun] = (units + record.units, rule + record.rule, kept + record.kept)
+        noun = choice.units.noun or choice.units.kind
+        units, rule, kept = totals.get(noun, (0, 0, 0))
+        totals[noun] = (units + record.units, rule + record.rule, kept + record.kept)
     return totals
 
 

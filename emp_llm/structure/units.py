@@ -148,7 +148,7 @@ class Units(ABC):
         targets: all matrices of which a part goes with a unit. Of heads and neurons, the layer that
             reads them is the last.
         collected_shape: the shape of what a calibration collects for these units.
-        noun: what is counted.
+        noun: what is counted, if it is not the kind.
         by_block: whether config.json has a number of these units for each block.
         multiple_of: the role of the units whose number divides theirs: config.json has the width of
             a shared expert as a number of routed ones. Empty for all others.
@@ -171,7 +171,7 @@ class Units(ABC):
     fewest: int
     targets: list[Target]
     collected_shape: tuple[int, ...]
-    noun: str
+    noun: str = field(default="", kw_only=True)
     by_block: bool = field(default=False, kw_only=True)
     multiple_of: str = field(default="", kw_only=True)
 
