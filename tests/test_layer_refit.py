@@ -251,7 +251,7 @@ def test_an_interrupted_run_resumes(
     """
     source = make("opt")
     removed(source, tmp_path / "whole", [1, 3])
-    run = layers.refitted
+    run = layers.refit_target
 
     def killed(target: Any, *args: Any) -> Any:
         if target.layer.block == 2:
