@@ -8,6 +8,7 @@ import math
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,10 +23,13 @@ from typing import Any
 import bench_helpers
 import bench_peers
 import bench_prune
+import peers
 import pytest
+import torch
 import torch_index
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from emp_llm import prune
 from emp_llm.cli import parse
@@ -281,6 +285,64 @@ def test_a_peer_that_does_not_install(
     assert run(monkeypatch, "bench_peers", *command) == 0
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 6
     assert tried == ["venv", "pip"] * 2
+
+
+@pytest.mark.parametrize("method", peers.UNITS)
+def test_peers_that_remove_units(method: str, tmp_path: Path) -> None:
+    """What does nothing goes: the smaller model has the logits of the dense one."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=50, num_hidden_layers=5, initializer_range=0.5, **sizes)
+    dense = AutoModelForCausalLM.from_config(config).eval()
+    dead = slice(3, 11)
+    with torch.no_grad():
+        for layer in dense.model.layers:
+            layer.mlp.up_proj.weight[dead] = 0
+            layer.mlp.down_proj.weight[:, dead] = 0
+        for layer in dense.model.layers[2:4]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    dense.save_pretrained(tmp_path / "dense")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(SCRIPTS / "demo" / "model" / name, tmp_path / "dense" / name)
+    tokens = torch.randint(50, (4, 32))
+    save_file({"tokens": tokens}, tmp_path / "tokens.safetensors")
+    of_layers = method in ("shortgpt", "replaceme")
+    places = [str(tmp_path / name) for name in ("dense", "tokens.safetensors", "out")]
+    peers.main(["units", method, "3" if of_layers else "16", *places])
+    smaller = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert len(smaller.model.layers) == smaller.config.num_hidden_layers == (3 if of_layers else 5)
+    assert smaller.config.intermediate_size == (24 if of_layers else 16)
+    assert smaller.config.mlp_bias is (method == "flap")
+    with torch.no_grad():
+        torch.testing.assert_close(
+            smaller(tokens).logits, dense(tokens).logits, atol=1e-4, rtol=1e-4
+        )
+
+
+@torch.no_grad()
+def test_the_bias_of_flap(tmp_path: Path) -> None:
+    """It gives what the removed neurons give on average."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=50, num_hidden_layers=1, initializer_range=0.5, **sizes)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    mlp = model.model.layers[0].mlp
+    outputs: list[torch.Tensor] = []
+    mlp.register_forward_hook(lambda _, __, output: outputs.append(output))
+    tokens = torch.randint(50, (1, 32))
+    model(tokens)
+    peers.flap(model, tokens, 10)
+    model(tokens)
+    before, after = (output.mean((0, 1)) for output in (outputs[0], outputs[-1]))
+    torch.testing.assert_close(after, before)
+    assert mlp.down_proj.bias.norm() > 0
+
+
+def test_peers_take_the_methods_of_their_code(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        peers.main(["papers", "flap", "8", "model", "tokens", "out"])
+    assert "papers has no method flap" in capsys.readouterr().err
 
 
 def test_torch_for_cpus_is_taken_where_nobody_needs_another(
