@@ -354,6 +354,11 @@ def two_ssp(model: Any, tokens: Tensor, number: int) -> None:
 
 def llm_pruner(model: Any, tokens: Tensor, number: int) -> None:
     """|w dL/dw|, summed over the gate row, the up row and the down column of a neuron."""
+    keep_neurons(model, taylor_scores(model, tokens), number)
+
+
+def taylor_scores(model: Any, tokens: Tensor) -> list[Tensor]:
+    """The scores of the neurons of each layer, by the gradients of the summed loss."""
     model.requires_grad_(False)
     mlps = [layer.mlp for layer in model.model.layers]
     weights = [each.weight for mlp in mlps for each in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
@@ -369,11 +374,10 @@ def llm_pruner(model: Any, tokens: Tensor, number: int) -> None:
         (weight.detach() * gradient).abs()
         for weight, gradient in zip(weights, gradients, strict=True)
     ]
-    scores = [
+    return [
         gate.sum(1) + up.sum(1) + down.sum(0)
         for gate, up, down in zip(terms[::3], terms[1::3], terms[2::3], strict=True)
     ]
-    keep_neurons(model, scores, number)
 
 
 UNITS = {
