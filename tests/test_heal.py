@@ -526,8 +526,9 @@ def test_structures_heal(sharp: Path, llama: Runs) -> None:
     runs = replace(llama, model=sharp)
     how = {"structure": "neurons", "sparsity": 0.25, "width_multiple": 8}
     for weights in ("targets", "all"):
+        given = {} if weights == "all" else {"heal_weights": weights}  # all are the default
         plain, healed, _ = replace(runs, folder=runs.folder / weights).both(
-            heal_steps=10, heal_weights=weights, **how
+            heal_steps=10, **given, **how
         )
         assert runs.verified(f"{weights}/healed")
         changed = {name for name, weight in plain.items() if not torch.equal(weight, healed[name])}
@@ -1039,7 +1040,7 @@ def test_minutes_in_place_of_steps(llama: Runs, monkeypatch: pytest.MonkeyPatch)
     llama.prune("less", sparsity=0.25)
     with pytest.raises(TimeoutError):  # it discards the work, and takes its own time
         llama.heal(folder=llama.folder / "less", heal_minutes=0.2, overwrite=True)
-    assert llama.heal(heal_minutes=0.2).recipe.heal == Heal(steps=3)
+    assert llama.heal(heal_minutes=0.2).recipe.heal == Heal(steps=3, weights="targets")
     healed = weights_of(llama.folder / "out")
     for name, weight in weights_of(llama.folder / "steps").items():
         assert torch.equal(healed[name], weight), name
@@ -1060,7 +1061,7 @@ def test_minutes_of_prune(llama: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     for other in ({"sparsity": 0.25}, {"seqlen": 16}, {"dtype": "float32"}):
         with pytest.raises(TimeoutError):  # it discards the work, and takes its own time
             run(**other, overwrite=True)
-    assert run(overwrite=True).recipe.heal == Heal(steps=3)
+    assert run(overwrite=True).recipe.heal == Heal(steps=3, weights="targets")
     healed = weights_of(llama.folder / "out")
     for name, weight in weights_of(llama.folder / "steps").items():
         assert torch.equal(healed[name], weight), name
@@ -1108,12 +1109,12 @@ def test_a_tracker_gets_the_numbers_of_a_training(
     )
     report = tracked("b")
     sys.modules.pop("trackio")
-    assert report.recipe.heal == quiet.recipe.heal == Heal(steps=2)
+    assert report.recipe.heal == quiet.recipe.heal == Heal(steps=2, weights="targets")
     weights = weights_of(llama.folder / "b")
     for name, weight in weights_of(llama.folder / "a").items():
         assert torch.equal(weights[name], weight), name
     whole = llama.prune("d", heal=True, heal_tokens=300.0)
-    assert whole.recipe.heal == Heal(steps=2)
+    assert whole.recipe.heal == Heal(steps=2, weights="targets")
     assert whole.healing.steps == 2
     settings, *rows = map(json.loads, Path("tracked.jsonl").read_text().splitlines())
     assert (settings[0]["project"], settings[0]["name"]) == ("emp-llm", "b")

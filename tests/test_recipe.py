@@ -548,3 +548,13 @@ def test_relative_scores_count_by_magnitude_in_a_tree_too() -> None:
     assert Recipe(score=Relative()) == recipe_of("emp-relative")
     own = Effective(count_by="own")
     assert Recipe(score=Relative(), counts=own) == recipe_of("emp-relative", count_by="own")
+
+
+def test_what_heals_by_default() -> None:
+    """All of a smaller model; the targets where shapes stay. The recipe says which."""
+    units: dict[str, Any] = {"structure": "neurons", "sparsity": 0.5, "heal": True}
+    heals = [recipe_of("wanda", **units, keep_shapes=keep).heal for keep in (False, True)]
+    assert [heal and heal.weights for heal in heals] == ["all", "targets"]
+    assert recipe_of("wanda", heal=True).heal == Heal(weights="targets")
+    given = recipe_of("wanda", **units, heal_weights="targets").heal
+    assert given == Heal(weights="targets")
