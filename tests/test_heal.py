@@ -1118,6 +1118,8 @@ def test_a_tracker_gets_the_numbers_of_a_training(
     assert whole.healing.steps == 2
     settings, *rows = map(json.loads, Path("tracked.jsonl").read_text().splitlines())
     assert (settings[0]["project"], settings[0]["name"]) == ("emp-llm", "b")
+    by = "blocks" if device_map == "disk" else "model"
+    assert settings[0]["config"] == {"steps": 2, "seed": 0, "by": by}
     if device_map == "disk":
         assert [step for _, step in rows] == list(range(len(rows)))
         assert all(row["block/error before"] > row["block/error after"] > 0 for row, _ in rows)
