@@ -344,7 +344,7 @@ def _decide(run: PruneRun, model: UnitModel, feature: Feature | None = None) -> 
         raise NothingRemovedError(
             f"the rule keeps {rule} of {total}, and rounded up to one width for all layers nothing "
             "is removed. Use --keep-shapes, which sets them to zero where they are, a lower "
-            "--beta, --sparsity, or a smaller --width-multiple."
+            "--beta, a higher --sparsity, or a smaller --width-multiple."
         )
     cuts = cuts_of(model, choices, not structure.keep_shapes)  # raises if one cannot be left out
     if structure.keep_shapes:
