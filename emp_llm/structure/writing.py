@@ -244,11 +244,11 @@ def compare_models(
         dense: the dense model; it is changed and restored. If it is offloaded, no stack of experts
             may be fitted.
         written: loaded from the written checkpoint.
-        choices, moved: of the written checkpoint.
+        choices, updated: of the written checkpoint.
 
     Raises:
-        RefusedError: the models compute different logits, or other heads in the first attention
-            that lost some.
+        RefusedError: the logits differ by more than rounding explains, or so do the heads in the
+            first attention that lost some.
     """
     length = min(_PROMPT, max_context(dense.config) or _PROMPT)
     ids = torch.randint(
