@@ -488,7 +488,7 @@ def _parameter(key: str, option: Option) -> "click.Option":
     elif not option.declared.argument and default not in (None, "") and default is not False:
         shown = option.flag.partition("/")[0].removeprefix("--") if default is True else default
         text += f"  [default: {shown}]"
-    known = (int, float, str, Path)
+    known = (int, str, float, Path)
     kinds = [kind for kind in known if kind in option.types or list[kind] in option.types]  # type: ignore[valid-type]
     kind = "|".join(option.choices) or (kinds or [str])[0].__name__.lower()
     on_off = bool in option.types

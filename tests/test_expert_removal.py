@@ -420,10 +420,16 @@ def test_a_size_in_place_of_a_sparsity(make: Any, tiny_llama: Path, tmp_path: Pa
         report = prune(source, output=tmp_path / method, method=method, memory="60kB", quiet=True)
         assert 0.8 * 60_000 < report.sizes.packed <= 60_000
         report = prune(
-            source, output=tmp_path / f"{method} p", method=method, parameters="30000", quiet=True
+            source, output=tmp_path / f"{method} p", method=method, parameters=30_000, quiet=True
         )
         kept = report.targets.parameters - report.targets.zeros
         assert 0.97 * 30_000 < kept <= 30_000
+    report = prune(source, output=tmp_path / "60", method="magnitude", memory=60_000, quiet=True)
+    assert 0.8 * 60_000 < report.sizes.packed <= 60_000
+    with pytest.raises(UserError, match="--parameters must be a number or text, got True"):
+        prune(source, method="magnitude", parameters=True)
+    with pytest.raises(UserError, match=r"--parameters 0\.5 has no unit"):
+        prune(source, method="magnitude", parameters=0.5)
 
 
 def test_an_interrupted_run_resumes(

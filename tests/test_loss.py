@@ -502,7 +502,7 @@ def test_bad_input(two_blocks: Path, tmp_path: Path, how: dict[str, Any], said: 
 
 def test_budgets() -> None:
     assert LossBudget.of("2%").nats == pytest.approx(math.log(1.02))
-    assert LossBudget.of("0.02").nats == 0.02
+    assert LossBudget.of("0.02").nats == LossBudget.of(0.02).nats == 0.02
     assert LossBudget.of("1.5 %".replace(" ", "")).flag == "--loss 1.5%"
 
 

@@ -49,14 +49,14 @@ class PruneOptions(QuantizationOptions, LoadingOptions, NormOptions, ModelOption
     ] = "dense"
     mask_device: MaskDevice = "cpu"
     parameters: Annotated[
-        str | None, Flag("Remove weights until at most this many are left, such as 6e9.")
+        float | str | None, Flag("Remove weights until at most this many are left, such as 6e9.")
     ] = None
     memory: Annotated[
-        str | None,
+        float | str | None,
         Flag("Remove weights until the model, packed, takes at most this, such as 24GB."),
     ] = None
     loss: Annotated[
-        str | None,
+        float | str | None,
         Flag(
             "Remove as many weights as possible while the rise in held-out perplexity plus its "
             "standard error stays below this, such as 2%."

@@ -558,7 +558,7 @@ class Budget:
     bytes: float | None
 
     @classmethod
-    def of(cls, parameters: str | None, memory: str | None) -> "Budget | None":
+    def of(cls, parameters: float | str | None, memory: float | str | None) -> "Budget | None":
         """The budget of --parameters and --memory; None if neither is given. UserError if it is
         not a size.
         """
@@ -567,14 +567,14 @@ class Budget:
         if parameters is not None:
             return cls(
                 f"--parameters {parameters}",
-                _number(parameters, r"[BM]?", "--parameters", "6e9 or 6B"),
+                _number(str(parameters), r"[BM]?", "--parameters", "6e9 or 6B"),
                 None,
             )
         if memory is not None:
             return cls(
                 f"--memory {memory}",
                 None,
-                _number(memory, r"[KMGT]I?B|B|", "--memory", "24GB or 20GiB"),
+                _number(str(memory), r"[KMGT]I?B|B|", "--memory", "24GB or 20GiB"),
             )
         return None
 

@@ -111,7 +111,7 @@ class LossBudget:
     nats: float
 
     @classmethod
-    def of(cls, text: str) -> "LossBudget":
+    def of(cls, text: float | str) -> "LossBudget":
         """A budget such as "2%" of the perplexity, or "0.02" nats. UserError if it is none."""
         match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(%?)", str(text).strip())
         if match is None:
