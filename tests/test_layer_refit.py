@@ -203,6 +203,65 @@ def test_weights_are_those_of_the_reference(family: str, make: Any, tmp_path: Pa
     check(make(family), tmp_path / "out", family, [2, 3], {1})
 
 
+@pytest.mark.parametrize(
+    ("family", "refit"), [("llama", True), ("gpt2", True), ("llama", False), ("gemma2", False)]
+)
+def test_perplexity_is_what_the_model_loses_without_each_layer(
+    family: str, refit: bool, make: Any, tmp_path: Path
+) -> None:
+    """The score of a layer is the rise of the loss of the model that is written without it. Only
+    the first layer is scored without a refit.
+    """
+    source = make(family)
+    options = SHORT | {"refit": refit, "check": False}
+    tokens = token_ids(find_corpus("demo,samples=1,seqlen=128"), tiny.make_tokenizer())
+
+    def loss(folder: Path) -> float:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        with torch.no_grad():
+            return float(model(input_ids=tokens, labels=tokens).loss)
+
+    wanted = []
+    for number in range(COUNT):
+        out = tmp_path / f"{number}"
+        with going([number]):
+            prune(
+                str(source), output=out, sparsity=0.2, **options | {"refit": refit and number > 0}
+            )
+        wanted.append(loss(out) - loss(source))
+    wanted = [rise - min(0, *wanted) for rise in wanted]
+    assert max(wanted) > 1e-3
+    out = tmp_path / "scored"
+    prune(str(source), output=out, sparsity=0.4, **options | {"method": "perplexity"})
+    stored = load_file(out / "emp_llm" / "structure.safetensors")
+    (scores,) = (values for name, values in stored.items() if name.endswith(".scores"))
+    assert scores.tolist() == pytest.approx(wanted, abs=2e-5)
+    (kept,) = (values.tolist() for name, values in stored.items() if name.endswith(".kept"))
+    gone = set(range(COUNT)) - set(kept)
+    assert max(wanted[number] for number in gone) <= min(wanted[number] for number in kept) + 1e-4
+    assert verify(out, source=str(source), quiet=True).differences == []
+
+
+def test_half_of_the_text_fits_and_half_measures(make: Any, tmp_path: Path) -> None:
+    """The sizes of batches, and where the model is, change the scores by rounding alone."""
+
+    def scores(name: str, **options: Any) -> Tensor:
+        options = SHORT | {"method": "perplexity", "samples": 8, "check": False} | options
+        prune(str(make("llama")), output=tmp_path / name, sparsity=0.2, **options)
+        stored = load_file(tmp_path / name / "emp_llm" / "structure.safetensors")
+        (values,) = (values for key, values in stored.items() if key.endswith(".scores"))
+        return values
+
+    whole = scores("whole", batch_size=4)
+    for name, options in {
+        "one": {"batch_size": 1},
+        "disk": {"device_map": "disk"},
+        "kept on disk": {"hidden_states": "disk"},
+    }.items():
+        assert torch.allclose(whole, scores(name, **options), atol=2e-5)
+    assert not torch.allclose(whole, scores("more", samples=9), atol=2e-5)
+
+
 def test_tokens_may_have_equal_weights(make: Any, tmp_path: Path) -> None:
     check(make("llama"), tmp_path / "out", "llama", [2, 3], {1}, refit_weighting="equal")
 
@@ -285,7 +344,7 @@ def test_two_ranks(make: Any, tmp_path: Path) -> None:
     arguments = [str(word) for word in [*line, "--dtype", "float32", "--output", "two"]]
     done = launch(2, tmp_path, tmp_path / "logs", *arguments)
     assert done.codes == [0, 0], done.error
-    options = SHORT | {"samples": 8, "seqlen": 32, "batch_size": 2, "method": "emp-cosine"}
+    options = SHORT | {"samples": 8, "seqlen": 32, "batch_size": 2, "method": "emp-perplexity"}
     prune(str(source), output=tmp_path / "one", sparsity=0.4, **options)
     one, two = (tiny.weights_of(tmp_path / name) for name in ("one", "two"))
     assert one.keys() == two.keys()

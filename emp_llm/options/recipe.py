@@ -653,7 +653,7 @@ UNIT_KINDS = {
     "heads": UnitKind("attention heads", "attention", _CRITERIA_OF_PARTS),
     "neurons": UnitKind("MLP neurons", "mlp", _CRITERIA_OF_PARTS),
     "experts": UnitKind("experts", "mlp", ("reap", "man", "frequency", "mass", "magnitude")),
-    "layers": UnitKind("decoder layers", "all-linear", ("cosine",)),
+    "layers": UnitKind("decoder layers", "all-linear", ("perplexity", "cosine")),
 }
 # How criteria score units, in the words of the model card.
 UNIT_SCORES = {
@@ -665,6 +665,7 @@ UNIT_SCORES = {
     "frequency": "how many tokens reach them",
     "mass": "the norms of their outputs times the router's weight, added up",
     "cosine": "how much they turn the hidden states (1 - cosine)",
+    "perplexity": "what the model without one of them loses on text",
 }
 # Those that do not score weights.
 UNIT_CRITERIA = UNIT_SCORES.keys() - {Magnitude.name, Wanda.name}

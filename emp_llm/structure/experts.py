@@ -40,6 +40,7 @@ from emp_llm.models.hooks import layer_hooks
 from emp_llm.models.layers import Layer, Shape
 from emp_llm.models.loading import execution_device
 from emp_llm.models.modules import ExpertStack, find_blocks, find_stacks, weight_of
+from emp_llm.options.recipe import Recipe
 from emp_llm.options.shared import Place
 from emp_llm.records.run_report import FitRecord, UnitsRecord
 from emp_llm.structure.units import (
@@ -191,7 +192,12 @@ class Experts(Units):
 
     @classmethod
     def sums(
-        cls, runner: BlockwiseModel, units: Sequence[Units], tokens: Tensor, batch_size: int
+        cls,
+        runner: BlockwiseModel,
+        units: Sequence[Units],
+        tokens: Tensor,
+        batch_size: int,
+        recipe: Recipe,
     ) -> dict[str, Tensor]:
         """What the experts did on a text: float64, shape (4, experts), by the name of their module.
 

@@ -11,6 +11,7 @@ Layers that go are so made up for by the block before them; the first ones by th
 ReplaceMe (arXiv 2505.02819) puts a linear map in the same place.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
@@ -29,9 +30,10 @@ from emp_llm.common.errors import UserError
 from emp_llm.common.machine import in_float64
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Target
-from emp_llm.models.blockwise import BlockwiseModel
+from emp_llm.models.blockwise import BlockwiseModel, HiddenStates
 from emp_llm.models.loading import execution_device
-from emp_llm.models.modules import bias_of, find_blocks
+from emp_llm.models.modules import bias_of, find_blocks, mean_losses
+from emp_llm.options.recipe import Recipe
 from emp_llm.options.shared import Place
 from emp_llm.structure.units import (
     Changes,
@@ -57,6 +59,8 @@ from emp_llm.walk.update import (
     token_weights,
 )
 from emp_llm.walk.updated import Updated, UpdatedWeights
+
+_TOKENS = 1 << 15  # that measure what each layer is worth
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,12 +156,21 @@ class Layers(Units):
 
     @classmethod
     def sums(
-        cls, runner: BlockwiseModel, units: Sequence[Units], tokens: Tensor, batch_size: int
+        cls,
+        runner: BlockwiseModel,
+        units: Sequence[Units],
+        tokens: Tensor,
+        batch_size: int,
+        recipe: Recipe,
     ) -> dict[str, Tensor]:
         """How much each layer changes the hidden states: the sum over tokens of 1 - cos(input,
-        output), and their number. float64, shape (2, layers), by the name of the list.
+        output), and their number. Or what the model loses without it, of `losses_without`.
+        float64, shape (2, layers), by the name of the list.
         """
-        (layers,) = units
+        (layers,) = cls.among(units)
+        if recipe.name == "perplexity":
+            sums = losses_without(runner, layers, tokens, batch_size, recipe.update)
+            return finite_sums_of_ranks({layers.name: sums}, "its losses")
         batches = own_batches(tokens, batch_size)
         sums = torch.zeros(layers.collected_shape, dtype=torch.float64)
         with runner.walk(batches, "layers") as walk:
@@ -174,8 +187,10 @@ class Layers(Units):
         return finite_sums_of_ranks({layers.name: sums}, "its hidden states")
 
     def score_of_sums(self, criterion: str, sums: Scores) -> Scores:
-        change, tokens = sums
-        return change / np.maximum(tokens, 1)  # type: ignore[no-any-return]
+        change, number = sums
+        scores: Scores = change / np.maximum(number, 1)
+        lowest: float = scores.min()
+        return scores - min(0.0, lowest)  # a loss may fall; the order stays
 
     @classmethod
     def cut(cls, model: UnitModel, kept: Mapping[Units, Indices], remove: bool) -> Cuts:
@@ -283,6 +298,94 @@ def _pass_by(blocks: Sequence[nn.Module]) -> Iterator[None]:
 
 
 @torch.no_grad()
+def losses_without(
+    runner: BlockwiseModel,
+    layers: Layers,
+    tokens: Tensor,
+    batch_size: int,
+    update: Update | None,
+) -> Tensor:
+    """What a model loses without each of its layers (Kim et al. 2024, arXiv 2402.02834), with the
+    refit that makes up for it.
+
+    All models without one layer run side by side, block by block. Half of the sequences fit the
+    last matrix of the block before, and the others measure.
+
+    Args:
+        runner: the dense model.
+        tokens: int64, shape (samples, length); the first of them are read.
+        batch_size: sequences per forward pass.
+        update: the refit; None: nothing makes up for a layer.
+
+    Returns:
+        The rise of the next-token loss in nats, summed over the sequences, and their number:
+        float64, shape (2, layers).
+    """
+    tokens = tokens[: max(2, _TOKENS // tokens.shape[1])]
+    own_batches(tokens, 1)  # raises if a rank has none
+    size = max(1, min(batch_size, len(tokens) // (2 * ranks().count)))
+    half = math.ceil(len(tokens) / 2)
+    to_fit = torch.split(tokens[:half], size)
+    pieces = [*to_fit, *(torch.split(tokens[half:], size) if len(tokens) > 1 else ())]
+    batches = list(ranks().assigned(pieces))
+    of_pieces = list(enumerate(ranks().assigned(range(len(pieces)))))
+    fitting = [number for number, piece in of_pieces if piece < len(to_fit)]
+    measuring = [number for number, piece in of_pieces if piece >= len(to_fit)]
+    if len(tokens) == 1:
+        measuring = fitting
+    sums = torch.zeros(layers.collected_shape, dtype=torch.float64)
+    streams: list[HiddenStates] = []  # of the models without layer 0, 1, ...; the last one waits
+    with runner.walk(batches, "layers") as walk, ExitStack() as files:
+        width = walk.hidden.get(0, walk.device).numel() // batches[0].numel()
+
+        def second() -> HiddenStates:
+            """A copy of the dense hidden states, where those of all models have room."""
+            copy = files.enter_context(closing(walk.store(len(layers) * width)))
+            for number in range(len(batches)):
+                walk.hidden.copy(number, copy, number, walk.device)
+            return copy
+
+        end: _End | None = None
+        streams.append(second())
+        for step in walk.steps():
+            for stream in streams[:-1]:
+                block = Block(runner.model, step, [], walk, stream)
+                for number in measuring:
+                    block.pass_pruned(number)
+            before = end
+            end = None
+            if step.index + 1 < len(layers):
+                target = None if update is None else layers.ends.get(step.index)
+                stream = second()
+                block = Block(runner.model, step, [] if target is None else [target], walk, stream)
+                if target is not None:
+                    end = _End(block, target)
+                else:
+                    for number in measuring:
+                        block.pass_pruned(number)
+                streams.append(stream)
+            step.run()
+            if before is not None and update is not None:
+                with closing(before):
+                    before.try_out(update, fitting, measuring)
+            for number in set(fitting).difference(measuring):
+                streams[step.index].put(number, torch.empty(0))  # frees what only fits
+        device = execution_device(step.block)
+
+        def losses() -> Tensor:
+            found = (mean_losses(walk.tail(n).logits, batches[n]) for n in measuring)
+            return torch.cat([sums.new_zeros(0), *found])
+
+        dense = losses()
+        for layer, stream in enumerate(streams):
+            for number in measuring:
+                walk.hidden.put(number, stream.get(number, device))
+            sums[0, layer] = (losses() - dense).sum()
+            sums[1, layer] = len(dense)
+    return sums
+
+
+@torch.no_grad()
 def refit_layers(
     model: PreTrainedModel,
     layers: Layers,
@@ -384,9 +487,18 @@ class _End:
             updated.put(index, {name: result})
         else:
             result = resumed[name]
+        self._pass_on(result, range(len(self.block.walk.batches)))
+
+    def try_out(self, update: Update, fitting: Sequence[int], measuring: Sequence[int]) -> None:
+        """Fit the matrix, pass some batches through it, and keep neither fit nor record."""
+        result = refit_target(self.target, self._sums(fitting, update), self._weight, update)
+        self._pass_on(result, measuring)
+
+    def _pass_on(self, result: Updated, numbers: Sequence[int]) -> None:
+        """Pass batches of the smaller model through the fitted matrix."""
         weight = self._weight if result.weight is None else result.weight
         pruned = self.block.pruned
-        for number in range(len(self.block.walk.batches)):
+        for number in numbers:
             rest = pruned.get(number, self._device)
             x = self._inputs(number)
             added = functional.linear(x, weight.to(x.device, x.dtype), self._bias)

@@ -160,7 +160,12 @@ class Parts(Units):
 
     @classmethod
     def sums(
-        cls, runner: BlockwiseModel, units: Sequence[Units], tokens: Tensor, batch_size: int
+        cls,
+        runner: BlockwiseModel,
+        units: Sequence[Units],
+        tokens: Tensor,
+        batch_size: int,
+        recipe: Recipe,
     ) -> dict[str, Tensor]:
         return taylor_sums(runner, units, tokens, batch_size)
 

@@ -160,9 +160,10 @@ def find_units(inputs: Inputs, structure: Structure) -> tuple[PruneRun, UnitMode
     config = model.checkpoint.config
     if recipe.update is not None:
         check_blocks_separable(config, recipe.update_flag, recipe.without_update)
-    if recipe.name == "taylor":
-        check_head(folder, "Use --method wanda, which needs none.")
-        check_blocks_separable(config, "--method taylor", "Use --method wanda")
+    if recipe.name in ("taylor", "perplexity"):
+        instead = f"Use --method {'cosine' if recipe.name == 'perplexity' else 'wanda'}"
+        check_head(folder, f"{instead}, which needs none.")
+        check_blocks_separable(config, f"--method {recipe.name}", instead)
     made_of: dict[str, Any] = {}
     budget = Budget.of(options.parameters, options.memory)
     if budget is not None:
@@ -302,7 +303,9 @@ def _sums(run: PruneRun, model: UnitModel, out: OutputFolder) -> dict[str, Tenso
         blocks = run.recipe.targets.blocks
         runner = BlockwiseModel(dense_model(run), blocks, run.options.hidden_states)
         with run.stopwatch("score"):
-            sums = model.units[0].sums(runner, model.units, run.data.tokens, run.options.batch_size)
+            sums = model.units[0].sums(
+                runner, model.units, run.data.tokens, run.options.batch_size, run.recipe
+            )
         if ranks().main:
             write_bytes(out.files / SUMS_NAME, save(sums))
         out.keep("sums", out.files / SUMS_NAME, run.stopwatch)

@@ -26,7 +26,7 @@ from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.layers import Shape
-from emp_llm.options.recipe import Structure
+from emp_llm.options.recipe import Recipe, Structure
 from emp_llm.update.update import Update
 from emp_llm.walk.updated import UpdatedWeights
 
@@ -212,7 +212,12 @@ class Units(ABC):
     @classmethod
     @abstractmethod
     def sums(
-        cls, runner: BlockwiseModel, units: Sequence["Units"], tokens: Tensor, batch_size: int
+        cls,
+        runner: BlockwiseModel,
+        units: Sequence["Units"],
+        tokens: Tensor,
+        batch_size: int,
+        recipe: Recipe,
     ) -> dict[str, Tensor]:
         """What a pass of the text collects, by the name of the units. A collective call.
 
@@ -221,6 +226,7 @@ class Units(ABC):
             units: all of the model.
             tokens: int64, shape (samples, length).
             batch_size: sequences per forward pass.
+            recipe: its score, and the refit.
         """
 
     @abstractmethod
