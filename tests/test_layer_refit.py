@@ -341,10 +341,11 @@ def test_two_ranks(make: Any, tmp_path: Path) -> None:
     text = ["--calibration", "demo", "--samples", 8, "--seqlen", 32, "--batch-size", 2]
     line = ["prune", source, "--structure", "layers", "--refit", "--sparsity", 0.4, *text]
     (tmp_path / "logs").mkdir()
-    arguments = [str(word) for word in [*line, "--dtype", "float32", "--output", "two"]]
+    line += ["--method", "perplexity", "--dtype", "float32", "--output", "two"]
+    arguments = [str(word) for word in line]
     done = launch(2, tmp_path, tmp_path / "logs", *arguments)
     assert done.codes == [0, 0], done.error
-    options = SHORT | {"samples": 8, "seqlen": 32, "batch_size": 2, "method": "emp-perplexity"}
+    options = SHORT | {"samples": 8, "seqlen": 32, "batch_size": 2, "method": "perplexity"}
     prune(str(source), output=tmp_path / "one", sparsity=0.4, **options)
     one, two = (tiny.weights_of(tmp_path / name) for name in ("one", "two"))
     assert one.keys() == two.keys()
