@@ -33,9 +33,9 @@ from emp_llm.update.update import Refit, Update
 
 _METHOD = Flag(
     "admm, sparsegpt, wanda, relative, ria, magnitude or own; with emp- before it, N_eff says how "
-    "many weights stay; best: emp-admm --refit --heal. Heads and neurons also taylor; experts "
-    "reap, man, frequency, mass; layers cosine, perplexity. Default: emp-wanda (experts: "
-    "emp-reap, layers: emp-cosine)."
+    "many stay; best: emp-admm --refit --heal. Heads and neurons also taylor; experts reap, man, "
+    "frequency, mass; layers cosine, perplexity. Default: emp-wanda (experts: emp-reap, layers: "
+    "emp-cosine)."
 )
 
 
