@@ -47,6 +47,7 @@ from emp_llm.structure.units import (
 )
 from emp_llm.update.least_squares import symmetric
 from emp_llm.update.update import Moments, Update
+from emp_llm.walk.checks import held_out
 from emp_llm.walk.update import (
     Block,
     Sums,
@@ -61,6 +62,7 @@ from emp_llm.walk.update import (
 from emp_llm.walk.updated import Updated, UpdatedWeights
 
 _TOKENS = 1 << 15  # that measure what each layer is worth
+_SHARE = 1 / 8  # of the layers goes before the others are scored again
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,13 +166,12 @@ class Layers(Units):
         recipe: Recipe,
     ) -> dict[str, Tensor]:
         """How much each layer changes the hidden states: the sum over tokens of 1 - cos(input,
-        output), and their number. Or what the model loses without it, of `losses_without`.
+        output), and their number. Or what the model loses without it, of `losses_in_turns`.
         float64, shape (2, layers), by the name of the list.
         """
         (layers,) = cls.among(units)
         if recipe.name == "perplexity":
-            sums = losses_without(runner, layers, tokens, batch_size, recipe.update)
-            return finite_sums_of_ranks({layers.name: sums}, "its losses")
+            return {layers.name: losses_in_turns(runner, layers, tokens, batch_size, recipe)}
         batches = own_batches(tokens, batch_size)
         sums = torch.zeros(layers.collected_shape, dtype=torch.float64)
         with runner.walk(batches, "layers") as walk:
@@ -298,49 +299,119 @@ def _pass_by(blocks: Sequence[nn.Module]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def losses_without(
-    runner: BlockwiseModel,
-    layers: Layers,
-    tokens: Tensor,
-    batch_size: int,
-    update: Update | None,
+def losses_in_turns(
+    runner: BlockwiseModel, layers: Layers, tokens: Tensor, batch_size: int, recipe: Recipe
 ) -> Tensor:
-    """What a model loses without each of its layers (Kim et al. 2024, arXiv 2402.02834), with the
-    refit that makes up for it.
+    """What a model loses without each of its layers and those that go before it. A collective call.
 
-    All models without one layer run side by side, block by block. Half of the sequences fit the
-    last matrix of the block before, and the others measure.
+    Kim et al. 2024 (arXiv 2402.02834) score all layers once. But layers that are cheap alone may be
+    dear together. So the cheapest eighth goes, and the others are scored again, until as many have
+    gone as the recipe removes, or half of them.
 
     Args:
         runner: the dense model.
         tokens: int64, shape (samples, length); the first of them are read.
         batch_size: sequences per forward pass.
-        update: the refit; None: nothing makes up for a layer.
+        recipe: its sparsity; and the refit, without which nothing makes up for a layer.
 
     Returns:
         The rise of the next-token loss in nats, summed over the sequences, and their number:
-        float64, shape (2, layers).
+        float64, shape (2, layers). A layer of a later turn has a higher rise.
+
+    Raises:
+        UserError: memory runs out, a loss is not finite, or a last matrix cannot be fitted.
     """
+    update = recipe.update
     tokens = tokens[: max(2, _TOKENS // tokens.shape[1])]
     own_batches(tokens, 1)  # raises if a rank has none
     size = max(1, min(batch_size, len(tokens) // (2 * ranks().count)))
+    # The first half fits. So that none that measures does, what makes up for layers that have gone
+    # is fitted to the same sequences.
     half = math.ceil(len(tokens) / 2)
-    to_fit = torch.split(tokens[:half], size)
-    pieces = [*to_fit, *(torch.split(tokens[half:], size) if len(tokens) > 1 else ())]
+    fitted = next(n for n in range(half, len(tokens) + 1) if n - held_out(n) == half)
+    most = len(layers) // 2
+    if recipe.counts.sparsity is not None:
+        most = min(most, int(len(layers) * recipe.counts.sparsity + 1e-6))
+    sums = torch.zeros(layers.collected_shape, dtype=torch.float64)
+    stays = torch.arange(len(layers))
+    least = -math.inf
+    while True:
+        updated = UpdatedWeights()
+        kept = stays.numpy()
+        gone = len(layers) - len(kept)
+        if update is not None and gone:
+            refit_layers(
+                runner.model,
+                layers,
+                kept,
+                tokens[:fitted],
+                update,
+                updated,
+                blocks=runner.path,
+                batch_size=size,
+                hidden_states=runner.hidden_states,
+            )
+        weights = ranks().first(updated.weights)
+        mine = losses_without(runner, layers, kept, weights, tokens, half, size, update)
+        (losses, numbers) = finite_sums_of_ranks({layers.name: mine}, "its losses")[layers.name]
+        if not gone:
+            dense = losses[0]
+        sums[0, stays] = (losses[1:] - dense).clamp(min=least)
+        sums[1] = numbers[0]
+        turn = math.ceil(len(layers) * _SHARE)
+        if gone + turn >= most:
+            return sums
+        order = stays[sums[0, stays].argsort(stable=True)]
+        least = float(sums[0, order[turn - 1]] + 1e-6 * numbers[0])
+        stays = order[turn:].sort().values
+
+
+@torch.no_grad()
+def losses_without(
+    runner: BlockwiseModel,
+    layers: Layers,
+    kept: Indices,
+    weights: Mapping[str, Tensor],
+    tokens: Tensor,
+    half: int,
+    batch_size: int,
+    update: Update | None,
+) -> Tensor:
+    """What a model that has some of its layers loses without each of these.
+
+    All models without one more layer run side by side, block by block.
+
+    Args:
+        runner: the dense model.
+        kept: the numbers of the layers that it has.
+        weights: those of the last matrices that make up for the others, by name of the target.
+        tokens: int64, shape (samples, length).
+        half: number of the sequences that fit the last matrix of the block before; the others
+            measure. If there are none, the same do.
+        batch_size: sequences per forward pass.
+        update: the refit that makes up for one more layer; None: nothing does.
+
+    Returns:
+        Of this rank: the next-token loss in nats with all layers that are kept, and without each of
+        them in turn, summed over the sequences; and the number of these: float64, shape
+        (2, 1 + kept).
+    """
+    to_fit = torch.split(tokens[:half], batch_size)
+    rest = torch.split(tokens[half:], batch_size) if half < len(tokens) else ()
+    pieces = [*to_fit, *rest]
     batches = list(ranks().assigned(pieces))
     of_pieces = list(enumerate(ranks().assigned(range(len(pieces)))))
     fitting = [number for number, piece in of_pieces if piece < len(to_fit)]
     measuring = [number for number, piece in of_pieces if piece >= len(to_fit)]
-    if len(tokens) == 1:
+    if half == len(tokens):
         measuring = fitting
-    sums = torch.zeros(layers.collected_shape, dtype=torch.float64)
-    streams: list[HiddenStates] = []  # of the models without layer 0, 1, ...; the last one waits
+    streams: list[HiddenStates] = []  # of the models without one more layer; the last one waits
     with runner.walk(batches, "layers") as walk, ExitStack() as files:
         width = walk.hidden.get(0, walk.device).numel() // batches[0].numel()
 
         def second() -> HiddenStates:
-            """A copy of the dense hidden states, where those of all models have room."""
-            copy = files.enter_context(closing(walk.store(len(layers) * width)))
+            """A copy of the hidden states, where those of all models have room."""
+            copy = files.enter_context(closing(walk.store(len(kept) * width)))
             for number in range(len(batches)):
                 walk.hidden.copy(number, copy, number, walk.device)
             return copy
@@ -348,40 +419,43 @@ def losses_without(
         end: _End | None = None
         streams.append(second())
         for step in walk.steps():
-            for stream in streams[:-1]:
-                block = Block(runner.model, step, [], walk, stream)
-                for number in measuring:
-                    block.pass_pruned(number)
-            before = end
-            end = None
-            if step.index + 1 < len(layers):
-                target = None if update is None else layers.ends.get(step.index)
-                stream = second()
-                block = Block(runner.model, step, [] if target is None else [target], walk, stream)
-                if target is not None:
-                    end = _End(block, target)
-                else:
+            if step.index not in kept:
+                continue
+            target = layers.ends.get(step.index)
+            ends = [] if target is None else [target]
+            smaller = Block(runner.model, step, ends, walk, walk.hidden)
+            if target is not None and target.name in weights:
+                smaller.change(target, None, weights[target.name])
+            with smaller.pruned_weights():
+                for stream in streams[:-1]:
+                    block = Block(runner.model, step, [], walk, stream)
                     for number in measuring:
                         block.pass_pruned(number)
-                streams.append(stream)
-            step.run()
+                before = end
+                end = None
+                waiting = streams[-1]
+                if len(streams) < len(kept):
+                    streams.append(second())
+                    block = Block(runner.model, step, ends, walk, streams[-1])
+                    if target is not None and update is not None:
+                        end = _End(block, target)
+                    else:
+                        for number in measuring:
+                            block.pass_pruned(number)
+                step.run()
             if before is not None and update is not None:
                 with closing(before):
                     before.try_out(update, fitting, measuring)
             for number in set(fitting).difference(measuring):
-                streams[step.index].put(number, torch.empty(0))  # frees what only fits
+                waiting.put(number, torch.empty(0))  # frees what only fits
         device = execution_device(step.block)
-
-        def losses() -> Tensor:
-            found = (mean_losses(walk.tail(n).logits, batches[n]) for n in measuring)
-            return torch.cat([sums.new_zeros(0), *found])
-
-        dense = losses()
-        for layer, stream in enumerate(streams):
+        sums = torch.zeros(2, 1 + len(kept), dtype=torch.float64)
+        for place, stream in enumerate([walk.hidden, *streams]):
             for number in measuring:
                 walk.hidden.put(number, stream.get(number, device))
-            sums[0, layer] = (losses() - dense).sum()
-            sums[1, layer] = len(dense)
+            found = [mean_losses(walk.tail(n).logits, batches[n]) for n in measuring]
+            sums[0, place] = sum(losses.sum() for losses in found)
+            sums[1, place] = sum(len(losses) for losses in found)
     return sums
 
 
