@@ -35,15 +35,19 @@ from emp_llm.options.shared import CalibrationOptions
 OURS: dict[str, dict[str, Any]] = {
     "wanda": {"structure": "neurons", "method": "wanda", "width_multiple": 8},
     "taylor": {"structure": "neurons", "method": "taylor", "width_multiple": 8},
+    "fisher": {"structure": "neurons", "method": "fisher", "width_multiple": 8},
     "layers": {"structure": "layers"},
+    "perplexity": {"structure": "layers", "method": "perplexity"},
 }
 NAMES = {
     "wanda": "neurons, `wanda --refit`",
     "taylor": "neurons, `taylor --refit`",
+    "fisher": "neurons, `fisher --refit`",
     "flap": "neurons, FLAP with its bias",
     "2ssp": "neurons, 2SSP's first stage",
     "llm-pruner": "neurons, LLM-Pruner's Taylor",
     "layers": "layers, `--refit`",
+    "perplexity": "layers, `perplexity --refit`",
     "replaceme": "layers, ReplaceMe",
     "shortgpt": "layers, ShortGPT",
 }

@@ -366,15 +366,16 @@ def test_scores_with_activations(family: str, method: str, models: Any, tmp_path
     assert differences(out, source) == []
 
 
-def test_taylor_scores_are_gradients_of_the_whole_model(models: Any, tmp_path: Path) -> None:
-    """Block by block as in a backward pass of the whole model: sum over tokens of |dL/dY * Y|
-    for the inputs of o and down.
+@pytest.mark.parametrize("method", ["emp-taylor", "emp-fisher"])
+def test_gradients_are_those_of_the_whole_model(method: str, models: Any, tmp_path: Path) -> None:
+    """Block by block as in a backward pass of the whole model: sum over tokens of |dL/dY * Y|, or
+    of its square, for the inputs of o and down.
     """
     source = models("gemma2")
     out = tmp_path / "out"
     options: dict[str, Any] = {"calibration": "demo", "samples": 6, "seqlen": 40, "batch_size": 4}
     removed(
-        source, out, structure="both", method="emp-taylor", beta=0.5, width_multiple=8, **options
+        source, out, structure="both", method=method, beta=0.5, width_multiple=8, **options
     )
     sums = load_file(out / "emp_llm" / "sums.safetensors")
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -396,7 +397,8 @@ def test_taylor_scores_are_gradients_of_the_whole_model(models: Any, tmp_path: P
         torch.nn.functional.cross_entropy(logits_.float(), row[1:], reduction="sum").backward()
         for name, value in seen.items():
             assert value.grad is not None
-            wanted[name] += (value.grad.double() * value.detach().double()).abs().sum((0, 1))
+            effects = (value.grad.double() * value.detach().double()).abs()
+            wanted[name] += (effects if method == "emp-taylor" else effects**2).sum((0, 1))
     assert set(sums) == {
         f"model.layers.{i}.{leaf}" for i in (0, 1) for leaf in ("self_attn.o_proj", "mlp.down_proj")
     }
@@ -596,6 +598,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "--beta does not go with method magnitude: its sparsity is fixed",
     ),
     ({"method": "taylor", "activations": "x.safetensors"}, "--method taylor needs gradients"),
+    ({"method": "fisher", "activations": "x.safetensors"}, "--method fisher needs gradients"),
     ({"load_in_8bit": True}, "--structure needs the original weights"),
     ({"beta": 10.0, "method": "emp-magnitude"}, "the rule keeps all 160 neurons"),
     (

@@ -25,7 +25,7 @@ SELF_NAME = Path(EXTRAS) / "self.jsonl"  # the calibration text that the model i
 CRITERION_NAME = Path(EXTRAS) / "criterion.py"  # the source file of a criterion of the user's own
 STRUCTURE_NAME = Path(EXTRAS) / "structure.safetensors"  # the kept units, and all scores
 EXPERTS_NAME = Path(EXTRAS) / "experts.json"  # the numbers of the kept experts, for other tools
-# What a calibration has collected for Taylor scores, experts or layers.
+# What a calibration has collected for scores by gradients, experts or layers.
 SUMS_NAME = Path(EXTRAS) / "sums.safetensors"
 # Other formats of weights, and pickles. They hold the dense model, so a pruned one gets no copy.
 OTHER_WEIGHTS = (

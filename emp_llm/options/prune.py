@@ -7,7 +7,7 @@ from typing import Annotated
 from emp_llm.common.declared import Flag, flag_of, options_of
 from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import check_one_process
-from emp_llm.options.recipe import Recipe, Structure
+from emp_llm.options.recipe import BY_GRADIENTS, Recipe, Structure
 from emp_llm.options.shared import (
     GivenOptions,
     LoadingOptions,
@@ -268,9 +268,9 @@ def _check_structured(recipe: Recipe, structure: Structure, options: PruneOption
         raise UserError(
             f"--activations holds norms of inputs, which do not score {units}. Leave it out."
         )
-    if options.activations is not None and recipe.name == "taylor":
+    if options.activations is not None and recipe.name in BY_GRADIENTS:
         raise UserError(
-            "--activations holds norms, and --method taylor needs gradients. Leave it "
+            f"--activations holds norms, and --method {recipe.method} needs gradients. Leave it "
             "out, or use --method wanda."
         )
     if options.activations is not None and recipe.moves:

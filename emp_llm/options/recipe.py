@@ -648,7 +648,7 @@ class UnitKind:
     criteria: tuple[str, ...]
 
 
-_CRITERIA_OF_PARTS = ("magnitude", "wanda", "taylor")
+_CRITERIA_OF_PARTS = ("magnitude", "wanda", "taylor", "fisher")
 UNIT_KINDS = {
     "heads": UnitKind("attention heads", "attention", _CRITERIA_OF_PARTS),
     "neurons": UnitKind("MLP neurons", "mlp", _CRITERIA_OF_PARTS),
@@ -660,6 +660,7 @@ UNIT_SCORES = {
     "magnitude": "the norms of their weights",
     "wanda": "the norms of their weights and activations",
     "taylor": "their first-order effect on the loss (Taylor)",
+    "fisher": "their squared first-order effect on the loss of each token (Fisher)",
     "reap": "the mean norm of their outputs times the router's weight (REAP)",
     "man": "the mean norm of their outputs",
     "frequency": "how many tokens reach them",
@@ -667,6 +668,8 @@ UNIT_SCORES = {
     "cosine": "how much they turn the hidden states (1 - cosine)",
     "perplexity": "what the model without one of them loses on text",
 }
+# Those that need the gradients of activations.
+BY_GRADIENTS = ("taylor", "fisher")
 # Those that do not score weights.
 UNIT_CRITERIA = UNIT_SCORES.keys() - {Magnitude.name, Wanda.name}
 

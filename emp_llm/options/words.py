@@ -32,10 +32,10 @@ from emp_llm.options.recipe import (
 from emp_llm.update.update import Refit, Update
 
 _METHOD = Flag(
-    "admm, sparsegpt, wanda, relative, ria, magnitude or own; with emp- before it, N_eff says how "
-    "many stay; best: emp-admm --refit --heal. Heads and neurons also taylor; experts reap, man, "
-    "frequency, mass; layers cosine, perplexity. Default: emp-wanda (experts: emp-reap, layers: "
-    "emp-cosine)."
+    "admm, sparsegpt, wanda, relative, ria, magnitude or own; with emp-, N_eff says how many "
+    "stay; best: emp-admm --refit --heal. Heads and neurons also taylor, fisher; experts reap, "
+    "man, frequency, mass; layers cosine, perplexity. Default: emp-wanda (experts: emp-reap, "
+    "layers: emp-cosine)."
 )
 
 

@@ -1,5 +1,5 @@
 """Scores of units: by their weights, or by what a pass of the text has collected; and the pass
-that collects gradients (taylor).
+that collects gradients (taylor, fisher).
 
 There, all batches pass through the blocks once, and the hidden states that enter each block are
 kept. Then the blocks run again in reverse order, with the gradient of the hidden states that leave
@@ -80,8 +80,12 @@ def unit_scores(
     return scores
 
 
-def taylor_sums(
-    runner: BlockwiseModel, units: Sequence[Units], tokens: Tensor, batch_size: int
+def gradient_sums(
+    runner: BlockwiseModel,
+    units: Sequence[Units],
+    tokens: Tensor,
+    batch_size: int,
+    squared: bool = False,
 ) -> dict[str, Tensor]:
     """sum over tokens of |dL/dY * Y| for the inputs Y of each unit's last layer: float64, shape
     (inputs,), by its name.
@@ -93,6 +97,7 @@ def taylor_sums(
         units: its heads and neurons.
         tokens: int64, shape (samples, length).
         batch_size: sequences per forward pass.
+        squared: of (dL/dY * Y)^2.
 
     Raises:
         UserError: a sum is not finite, memory runs out, or a block passes no gradient to its
@@ -127,7 +132,7 @@ def taylor_sums(
                 for index, _ in zip(reversed(range(len(blocks))), loaded, strict=True):
                     names = [name for name in read if name.startswith(f"{runner.path}.{index}.")]
                     for number in numbers:
-                        gradient = _backward(walk, index, number, entered, names, sums)
+                        gradient = _backward(walk, index, number, entered, names, sums, squared)
                         walk.hidden.put(number, gradient)
                         bar.update(1 / len(batches))
     in_order = {name: sums[name] for name in read if name in sums}
@@ -156,6 +161,7 @@ def _backward(
     entered: HiddenStates,
     names: list[str],
     sums: dict[str, Tensor],
+    squared: bool,
 ) -> Tensor:
     """dL/dh for the hidden states h that enter a block, from that for those that leave it; adds
     to the sums of its layers.
@@ -179,7 +185,7 @@ def _backward(
         if any(tensor.is_floating_point() for tensor in handed.values()):
             raise UserError(
                 f"{runner.path}.{index}: a gradient passes through what the block before hands on "
-                "beside its hidden states; use another score than taylor."
+                "beside its hidden states; use --method wanda."
             )
         output = walk.call(number, index, block, state, handed)
         upper = walk.hidden.get(number, device)
@@ -188,11 +194,12 @@ def _backward(
         )
     if entering is None:
         raise UserError(
-            f"{runner.path}.{index}: no gradient passes through it; use another score than taylor."
+            f"{runner.path}.{index}: no gradient passes through it; use --method wanda."
         )
     for (name, inputs), gradient in zip(seen.items(), gradients, strict=True):
         if gradient is not None:
-            sizes = (inputs.detach().float() * gradient.float()).abs().flatten(0, -2)
+            effects = (inputs.detach().float() * gradient.float()).flatten(0, -2)
+            sizes = effects.square() if squared else effects.abs()
             products = sizes.to(exact_device(sizes.device)).sum(0, dtype=torch.float64).cpu()
             sums[name] = sums[name] + products if name in sums else products
     return entering

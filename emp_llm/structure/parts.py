@@ -5,7 +5,10 @@ magnitude: of a head ||W_O[:, h]||_F, the norm of its columns in the output proj
     column||.
 wanda: the same, with every column of the last matrix multiplied by the norm ||X_j||_2 of its input.
 taylor: sum over tokens and columns of |dL/dY * Y|, with Y the inputs of the last matrix (the heads'
-    outputs, the activations of the neurons) and L the loss of the next token.
+    outputs, the activations of the neurons) and L the loss of the next token (Molchanov et al.
+    2019, arXiv 1906.10771).
+fisher: the same sum of (dL/dY * Y)^2, the diagonal of the empirical Fisher information of a factor
+    of each Y (Theis et al. 2018, arXiv 1801.05787, with tokens as examples).
 """
 
 import math
@@ -34,8 +37,8 @@ from emp_llm.models.layers import (
     Layer,
     Purpose,
 )
-from emp_llm.options.recipe import Recipe
-from emp_llm.structure.choice import taylor_sums
+from emp_llm.options.recipe import BY_GRADIENTS, Recipe
+from emp_llm.structure.choice import gradient_sums
 from emp_llm.structure.units import Changes, Cuts, Indices, Scores, Squares, UnitModel, Units
 from emp_llm.update.update import Update
 from emp_llm.walk.update import update_model
@@ -167,7 +170,7 @@ class Parts(Units):
         batch_size: int,
         recipe: Recipe,
     ) -> dict[str, Tensor]:
-        return taylor_sums(runner, units, tokens, batch_size)
+        return gradient_sums(runner, units, tokens, batch_size, recipe.name == "fisher")
 
     def score_of_sums(self, criterion: str, sums: Scores) -> Scores:
         return sums[self.columns].sum(1)  # type: ignore[no-any-return]
@@ -367,9 +370,9 @@ class Neurons(Parts):
         layer = self.output.layer
         assert recipe.structure is not None
         multiple = recipe.structure.width_multiple
-        if layer.routed and recipe.name == "taylor":
+        if layer.routed and recipe.name in BY_GRADIENTS:
             raise UserError(
-                f"{self.name}: --method taylor does not reach experts. Use --method "
+                f"{self.name}: --method {recipe.method} does not reach experts. Use --method "
                 "wanda or magnitude."
             )
         if layer.routed and multiple and multiple * self.output.matrix.itemsize % 16:

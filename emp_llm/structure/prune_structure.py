@@ -30,7 +30,7 @@ from emp_llm.common.tables import percent_cell
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import build_skeleton, check_head, is_offloaded, load_model
-from emp_llm.options.recipe import Effective, Match, Recipe, Share, Structure
+from emp_llm.options.recipe import BY_GRADIENTS, Effective, Match, Recipe, Share, Structure
 from emp_llm.pruning.counts import Budget, Chosen
 from emp_llm.pruning.dry_run import DryRun
 from emp_llm.pruning.scores import as_recorded
@@ -160,7 +160,7 @@ def find_units(inputs: Inputs, structure: Structure) -> tuple[PruneRun, UnitMode
     config = model.checkpoint.config
     if recipe.update is not None:
         check_blocks_separable(config, recipe.update_flag, recipe.without_update)
-    if recipe.name in ("taylor", "perplexity"):
+    if recipe.name in (*BY_GRADIENTS, "perplexity"):
         instead = f"Use --method {'cosine' if recipe.name == 'perplexity' else 'wanda'}"
         check_head(folder, f"{instead}, which needs none.")
         check_blocks_separable(config, f"--method {recipe.name}", instead)
