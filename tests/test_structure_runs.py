@@ -374,9 +374,7 @@ def test_gradients_are_those_of_the_whole_model(method: str, models: Any, tmp_pa
     source = models("gemma2")
     out = tmp_path / "out"
     options: dict[str, Any] = {"calibration": "demo", "samples": 6, "seqlen": 40, "batch_size": 4}
-    removed(
-        source, out, structure="both", method=method, beta=0.5, width_multiple=8, **options
-    )
+    removed(source, out, structure="both", method=method, beta=0.5, width_multiple=8, **options)
     sums = load_file(out / "emp_llm" / "sums.safetensors")
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     tokens = token_ids(find_corpus("demo,samples=6,seqlen=40"), tiny.make_tokenizer())
