@@ -725,5 +725,7 @@ def test_a_share_of_few_layers_is_told(tmp_path: Path, command: Any) -> None:
     planned = command(*line, "--sparsity", 0.34, "--method", "cosine", "--dry-run").stdout
     assert "with 4 of 6 layers (--sparsity 0.34)" in planned
     assert "rounded" not in planned
+    planned = command(*line, "--parameters", "1.9e6", "--method", "cosine", "--dry-run").stdout
+    assert "with 3 of 6 layers: " in planned
     text = ["--calibration", "demo", "--samples", 2, "--seqlen", 32]
     assert f"warning: {told}" in command(*line, "--sparsity", 0.3, *text).stderr

@@ -220,7 +220,9 @@ def plan_units(run: PruneRun, model: UnitModel) -> DryRun:
     if ranks().main and run.recipe.name == "magnitude" and not run.source.headers_only:
         notes += _decision_lines(_decide(run, model))
     elif ranks().main and model.units[0].sizes_known:
-        notes += _sizes_by_share(model, run.recipe)
+        found = (run.options.parameters, run.options.memory, run.options.loss)
+        asked = run.recipe.counts.sparsity if found == (None, None, None) else None
+        notes += _sizes_by_share(model, run.recipe, asked or 0.0)
     return replace(plan, notes=[*notes, *plan.notes])
 
 
@@ -526,14 +528,14 @@ def _units_line(every: Sequence[Units]) -> str:
     return f"found: {'; '.join(lines)}"
 
 
-def _sizes_by_share(model: UnitModel, recipe: Recipe) -> list[str]:
+def _sizes_by_share(model: UnitModel, recipe: Recipe, asked: float) -> list[str]:
     """The size of the model with each number of its experts or layers, or with some shares of
-    many; and what a sparsity that is asked for removes. They do not depend on scores.
+    many; and what a sparsity that is asked for removes, if it is not 0. They do not depend on
+    scores.
     """
     routed = any(experts.unreached(len(experts)) for experts in Experts.among(model.units))
     number = len(model.units[0])
     shares = [gone / number for gone in range(1, number)] if number <= _FEW else [0.25, 0.5, 0.75]
-    asked = recipe.counts.sparsity or 0.0
     ones = [np.ones(len(units)) for units in model.units]
     lines: dict[int, str] = {}
     remarks = []
