@@ -470,7 +470,7 @@ def test_a_recipe_at_a_sparsity(counts: Any) -> None:
         (lambda: Targets(blocks=""), "--blocks '' has an empty name"),
         (lambda: Heal(tokens=-1), "tokens must be above 0, got -1"),
         (lambda: Heal(minutes=math.inf), "minutes must be a finite number, got inf"),
-        (lambda: UnitScore("wanda"), "unit_criterion 'wanda' is not one of cosine, frequency"),
+        (lambda: UnitScore("wanda"), "unit_criterion 'wanda' is not one of cosine, fisher"),
         (lambda: Recipe(score=UnitScore("reap")), "reap scores units, not weights"),
         (
             lambda: Recipe(score=UnitScore("reap"), structure=Structure(units="heads")),
