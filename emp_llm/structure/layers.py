@@ -325,8 +325,8 @@ def losses_in_turns(
     tokens = tokens[: max(2, _TOKENS // tokens.shape[1])]
     own_batches(tokens, 1)  # raises if a rank has none
     size = max(1, min(batch_size, len(tokens) // (2 * ranks().count)))
-    # The first half fits. So that none that measures does, what makes up for layers that have gone
-    # is fitted to the same sequences.
+    # The first half fits everything, also what makes up for layers that have gone: sequences that
+    # measure must not be fitted.
     half = math.ceil(len(tokens) / 2)
     fitted = next(n for n in range(half, len(tokens) + 1) if n - held_out(n) == half)
     most = len(layers) // 2
@@ -353,7 +353,7 @@ def losses_in_turns(
             )
         weights = ranks().first(updated.weights)
         mine = losses_without(runner, layers, kept, weights, tokens, half, size, update)
-        (losses, numbers) = finite_sums_of_ranks({layers.name: mine}, "its losses")[layers.name]
+        losses, numbers = finite_sums_of_ranks({layers.name: mine}, "its losses")[layers.name]
         if not gone:
             dense = losses[0]
         sums[0, stays] = (losses[1:] - dense).clamp(min=least)
