@@ -648,8 +648,8 @@ def prune(
     Args:
         method: admm, sparsegpt, wanda, relative, ria, magnitude or own; with emp-, N_eff says how
             many stay; best: emp-admm --refit --heal. Heads and neurons also taylor, fisher; experts
-            reap, man, frequency, mass; layers cosine, perplexity. Default: emp-wanda (experts: emp-
-            reap, layers: emp-cosine).
+            reap, man, frequency, mass; layers perplexity, cosine. Default: emp-wanda (experts: emp-
+            reap, layers: emp-perplexity).
         score: Norms in the scores: plain, or relative to each token's output.
         criterion: A criterion of your own, MODULE:FUNCTION or FILE.py:FUNCTION; the file is run.
         score_map: Make your scores non-negative: abs, shift (s - min s), or exp.

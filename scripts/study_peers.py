@@ -36,7 +36,7 @@ OURS: dict[str, dict[str, Any]] = {
     "wanda": {"structure": "neurons", "method": "wanda", "width_multiple": 8},
     "taylor": {"structure": "neurons", "method": "taylor", "width_multiple": 8},
     "fisher": {"structure": "neurons", "method": "fisher", "width_multiple": 8},
-    "layers": {"structure": "layers"},
+    "layers": {"structure": "layers", "method": "cosine"},
     "perplexity": {"structure": "layers", "method": "perplexity"},
 }
 NAMES = {
@@ -46,7 +46,7 @@ NAMES = {
     "flap": "neurons, FLAP with its bias",
     "2ssp": "neurons, 2SSP's first stage",
     "llm-pruner": "neurons, LLM-Pruner's Taylor",
-    "layers": "layers, `--refit`",
+    "layers": "layers, `cosine --refit`",
     "perplexity": "layers, `perplexity --refit`",
     "replaceme": "layers, ReplaceMe",
     "shortgpt": "layers, ShortGPT",

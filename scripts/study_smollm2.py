@@ -157,7 +157,7 @@ ROWS = (
         "--method wanda --width-multiple 8 --refit",
         answers=20,
     ),
-    *units("layers", (10, 20, 30), "layers, {} % of the parameters", "", answers=20),
+    *units("layers", (10, 20, 30), "layers, {} % of the parameters", "--method cosine", answers=20),
     *units(
         "layers",
         (10, 20, 30),

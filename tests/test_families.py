@@ -285,6 +285,7 @@ def test_layers_that_cannot_go_leave_no_work(folder_of: Any, text: Path, tmp_pat
         prune(
             folder_of("ZayaConfig"),
             structure="layers",
+            method="cosine",
             sparsity=0.34,
             calibration=text,
             samples=4,

@@ -16,7 +16,7 @@ import torch
 from launch import launch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
 from emp_llm import prune, verify
 from emp_llm.calibration.data import token_ids
@@ -367,17 +367,28 @@ def test_an_interrupted_run_resumes(
     assert all(torch.equal(whole[name], out[name]) for name in whole)
 
 
+def test_blocks_that_return_lists(tmp_path: Path) -> None:
+    """Those of GPT-1 do."""
+    sizes = {"n_layer": 3, "n_embd": 32, "n_head": 2, "n_positions": 64, "vocab_size": 256}
+    model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(**sizes))
+    model.save_pretrained(tmp_path / "model")
+    tiny.make_tokenizer().save_pretrained(tmp_path / "model")
+    options = SHORT | {"refit": False, "seqlen": 64}
+    report = prune(str(tmp_path / "model"), output=tmp_path / "out", sparsity=0.34, **options)
+    assert report.structure is not None
+    assert report.structure.difference == 0
+
+
 def test_two_ranks(make: Any, tmp_path: Path) -> None:
     """The same layers; their weights differ by the order of sums alone."""
     source = make("llama")
     text = ["--calibration", "demo", "--samples", 8, "--seqlen", 32, "--batch-size", 2]
     line = ["prune", source, "--structure", "layers", "--refit", "--sparsity", 0.4, *text]
     (tmp_path / "logs").mkdir()
-    line += ["--method", "perplexity", "--dtype", "float32", "--output", "two"]
-    arguments = [str(word) for word in line]
+    arguments = [str(word) for word in [*line, "--dtype", "float32", "--output", "two"]]
     done = launch(2, tmp_path, tmp_path / "logs", *arguments)
     assert done.codes == [0, 0], done.error
-    options = SHORT | {"samples": 8, "seqlen": 32, "batch_size": 2, "method": "perplexity"}
+    options = SHORT | {"samples": 8, "seqlen": 32, "batch_size": 2, "method": "emp-perplexity"}
     prune(str(source), output=tmp_path / "one", sparsity=0.4, **options)
     one, two = (tiny.weights_of(tmp_path / name) for name in ("one", "two"))
     assert one.keys() == two.keys()

@@ -653,7 +653,7 @@ UNIT_KINDS = {
     "heads": UnitKind("attention heads", "attention", _CRITERIA_OF_PARTS),
     "neurons": UnitKind("MLP neurons", "mlp", _CRITERIA_OF_PARTS),
     "experts": UnitKind("experts", "mlp", ("reap", "man", "frequency", "mass", "magnitude")),
-    "layers": UnitKind("decoder layers", "all-linear", ("cosine", "perplexity")),
+    "layers": UnitKind("decoder layers", "all-linear", ("perplexity", "cosine")),
 }
 # How criteria score units, in the words of the model card.
 UNIT_SCORES = {

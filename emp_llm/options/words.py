@@ -34,8 +34,8 @@ from emp_llm.update.update import Refit, Update
 _METHOD = Flag(
     "admm, sparsegpt, wanda, relative, ria, magnitude or own; with emp-, N_eff says how many "
     "stay; best: emp-admm --refit --heal. Heads and neurons also taylor, fisher; experts reap, "
-    "man, frequency, mass; layers cosine, perplexity. Default: emp-wanda (experts: emp-reap, "
-    "layers: emp-cosine)."
+    "man, frequency, mass; layers perplexity, cosine. Default: emp-wanda (experts: emp-reap, "
+    "layers: emp-perplexity)."
 )
 
 

@@ -290,7 +290,7 @@ def _pass_by(blocks: Sequence[nn.Module]) -> Iterator[None]:
 
     def unchanged(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
-        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+        return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
 
     with ExitStack() as hooks:
         for block in blocks:
