@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -372,6 +373,19 @@ def open_output(inputs: Inputs, checkpoint: Checkpoint, more: int = 0) -> Output
     return OutputFolder(inputs.path, sources, checkpoint.output_bytes + more, overwrite)
 
 
+def _passes_of_sums(run: PruneRun, corpora: Sequence[Corpus]) -> int:
+    """How many times as long as a pass of the text the sums take that score units."""
+    from emp_llm.structure.layers import TOKENS, turns_of
+
+    recipe = run.recipe
+    if not recipe.sums_units or recipe.name != "perplexity":
+        return 3 * recipe.sums_units
+    layers = len({target.layer.block for target in run.targets})
+    tokens = sum((corpus.samples or 0) * (corpus.seqlen or 0) for corpus in corpora)
+    # In each turn, models without one layer of all run from there; and the refit.
+    return math.ceil(turns_of(recipe, layers) * (layers / 2 + 3) * min(1, TOKENS / max(1, tokens)))
+
+
 def plan_of(run: PruneRun) -> DryRun:
     """What the run would do, and its need of memory and disk.
 
@@ -396,7 +410,9 @@ def plan_of(run: PruneRun) -> DryRun:
             options,
             options.device_map,
             corpora,
-            passes=inputs.calibrates + 3 * run.recipe.sums_units + 3 * (units and run.recipe.moves),
+            passes=inputs.calibrates
+            + _passes_of_sums(run, corpora)
+            + 3 * (units and run.recipe.moves),
             by_blocks=options.execution == "blocks" or options.propagate == "pruned" or fits,
         )
     resumes = inputs.calibrates and options.resumable_calibration and not units

@@ -61,7 +61,7 @@ from emp_llm.walk.update import (
 )
 from emp_llm.walk.updated import Updated, UpdatedWeights
 
-_TOKENS = 1 << 15  # that measure what each layer is worth
+TOKENS = 1 << 15  # that measure what each layer is worth
 _SHARE = 1 / 8  # of the layers goes before the others are scored again
 
 
@@ -298,6 +298,14 @@ def _pass_by(blocks: Sequence[nn.Module]) -> Iterator[None]:
         yield
 
 
+def turns_of(recipe: Recipe, layers: int) -> int:
+    """How often `losses_in_turns` scores the layers of a model."""
+    sparsity = recipe.counts.sparsity
+    share = 1.0 if sparsity is None else sparsity
+    most = min(layers // 2, int(layers * share + 1e-6))
+    return max(1, math.ceil(most / math.ceil(layers * _SHARE)))
+
+
 @torch.no_grad()
 def losses_in_turns(
     runner: BlockwiseModel, layers: Layers, tokens: Tensor, batch_size: int, recipe: Recipe
@@ -322,24 +330,22 @@ def losses_in_turns(
         UserError: memory runs out, a loss is not finite, or a last matrix cannot be fitted.
     """
     update = recipe.update
-    tokens = tokens[: max(2, _TOKENS // tokens.shape[1])]
+    tokens = tokens[: max(2, TOKENS // tokens.shape[1])]
     own_batches(tokens, 1)  # raises if a rank has none
     size = max(1, min(batch_size, len(tokens) // (2 * ranks().count)))
     # The first half fits everything, also what makes up for layers that have gone: sequences that
     # measure must not be fitted.
     half = math.ceil(len(tokens) / 2)
     fitted = next(n for n in range(half, len(tokens) + 1) if n - held_out(n) == half)
-    most = len(layers) // 2
-    if recipe.counts.sparsity is not None:
-        most = min(most, int(len(layers) * recipe.counts.sparsity + 1e-6))
     sums = torch.zeros(layers.collected_shape, dtype=torch.float64)
     stays = torch.arange(len(layers))
     least = -math.inf
-    while True:
+    turns = turns_of(recipe, len(layers))
+    going = math.ceil(len(layers) * _SHARE)
+    for turn in range(turns):
         updated = UpdatedWeights()
         kept = stays.numpy()
-        gone = len(layers) - len(kept)
-        if update is not None and gone:
+        if update is not None and turn:
             refit_layers(
                 runner.model,
                 layers,
@@ -354,16 +360,14 @@ def losses_in_turns(
         weights = ranks().first(updated.weights)
         mine = losses_without(runner, layers, kept, weights, tokens, half, size, update)
         losses, numbers = finite_sums_of_ranks({layers.name: mine}, "its losses")[layers.name]
-        if not gone:
+        if turn == 0:
             dense = losses[0]
         sums[0, stays] = (losses[1:] - dense).clamp(min=least)
         sums[1] = numbers[0]
-        turn = math.ceil(len(layers) * _SHARE)
-        if gone + turn >= most:
-            return sums
         order = stays[sums[0, stays].argsort(stable=True)]
-        least = float(sums[0, order[turn - 1]] + 1e-6 * numbers[0])
-        stays = order[turn:].sort().values
+        least = float(sums[0, order[going - 1]] + 1e-6 * numbers[0])
+        stays = order[going:].sort().values
+    return sums
 
 
 @torch.no_grad()
