@@ -2,12 +2,14 @@
 every place of the layers; resume, ranks, and what cannot be fitted.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.models.loading import load_tokenizer
 from emp_llm.models.modules import find_blocks
 from emp_llm.records.run_report import RunReport
+from emp_llm.runs import prune_run
 from emp_llm.structure import layers
 from emp_llm.structure.layers import Layers
 
@@ -272,6 +275,20 @@ def test_layers_are_scored_again_without_those_that_went(refit: bool, tmp_path: 
             prune(str(source), output=out, sparsity=2 / 6, **options)
         wanted = rise_of(out, source)
         assert scores[number] == pytest.approx(wanted, **near)
+
+
+def test_a_dry_run_counts_the_turns(make: Any, tmp_path: Path) -> None:
+    """Each turn passes by the models without one layer of all, half of their layers on average."""
+    text = {"samples": 512}  # twice as much as the turns read
+    passes = {}
+    for method, sparsity in (("cosine", 0.4), ("perplexity", 0.2), ("perplexity", 0.4)):
+        options = SHORT | text | {"method": method, "sparsity": sparsity, "dry_run": True}
+        with patch.object(prune_run, "needs_of", wraps=prune_run.needs_of) as needs:
+            prune(str(make("llama")), output=tmp_path / "out", **options)
+        passes[method, sparsity] = needs.call_args.kwargs["passes"]
+    of_cosine = passes["cosine", 0.4] - 3
+    assert passes["perplexity", 0.2] == of_cosine + math.ceil((COUNT / 2 + 3) / 2)
+    assert passes["perplexity", 0.4] == of_cosine + math.ceil(COUNT / 2 + 3)
 
 
 def test_half_of_the_text_fits_and_half_measures(make: Any, tmp_path: Path) -> None:

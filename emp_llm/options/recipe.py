@@ -8,6 +8,7 @@ it. Records hold the tree as it is (`Recipe.as_dict`); `recipe_of` reads the fla
 command line into it.
 """
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -655,6 +656,7 @@ UNIT_KINDS = {
     "experts": UnitKind("experts", "mlp", ("reap", "man", "frequency", "mass", "magnitude")),
     "layers": UnitKind("decoder layers", "all-linear", ("perplexity", "cosine")),
 }
+LAYER_TOKENS = 1 << 15  # that measure the loss without each layer
 # How criteria score units, in the words of the model card.
 UNIT_SCORES = {
     "magnitude": "the norms of their weights",
@@ -933,6 +935,12 @@ class Recipe:
         """Whether units are scored by sums over the text."""
         return self.structure is not None and self.name in UNIT_CRITERIA
 
+    def turns_of(self, layers: int) -> int:
+        """How often the layers of a model are scored by the loss without them."""
+        sparsity = self.counts.sparsity
+        going = layers if sparsity is None else int(layers * sparsity + 1e-6)
+        return max(1, math.ceil(min(going, layers // 2) / layers_at_once(layers)))
+
     @property
     def update_flag(self) -> str:
         """The option that asks for the update."""
@@ -1137,3 +1145,8 @@ def parse_pattern(text: str) -> Pattern:
     if numbers is None:
         raise UserError(_NO_PATTERN.format(quotable(repr(text))))
     return Pattern(int(numbers[1]), int(numbers[2]))
+
+
+def layers_at_once(layers: int) -> int:
+    """How many layers go before the others are scored again by the loss without them: an eighth."""
+    return math.ceil(layers / 8)

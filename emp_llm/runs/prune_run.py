@@ -34,7 +34,7 @@ from emp_llm.models.local_model import LocalModel, find_model
 from emp_llm.models.one_model import OneModel
 from emp_llm.models.placement import Quantization, max_context, parse_device_map, quantization_of
 from emp_llm.options.prune import PruneOptions, check_wanted
-from emp_llm.options.recipe import ByCost, Recipe
+from emp_llm.options.recipe import LAYER_TOKENS, ByCost, Recipe
 from emp_llm.options.shared import GivenOptions
 from emp_llm.pruning.counts import (
     Budget,
@@ -375,15 +375,14 @@ def open_output(inputs: Inputs, checkpoint: Checkpoint, more: int = 0) -> Output
 
 def _passes_of_sums(run: PruneRun, corpora: Sequence[Corpus]) -> int:
     """How many times as long as a pass of the text the sums take that score units."""
-    from emp_llm.structure.layers import TOKENS, turns_of
-
     recipe = run.recipe
     if not recipe.sums_units or recipe.name != "perplexity":
         return 3 * recipe.sums_units
     layers = len({target.layer.block for target in run.targets})
     tokens = sum((corpus.samples or 0) * (corpus.seqlen or 0) for corpus in corpora)
     # In each turn, models without one layer of all run from there; and the refit.
-    return math.ceil(turns_of(recipe, layers) * (layers / 2 + 3) * min(1, TOKENS / max(1, tokens)))
+    share = min(1, LAYER_TOKENS / max(1, tokens))
+    return math.ceil(recipe.turns_of(layers) * (layers / 2 + 3) * share)
 
 
 def plan_of(run: PruneRun) -> DryRun:

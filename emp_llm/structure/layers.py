@@ -33,7 +33,7 @@ from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel, HiddenStates
 from emp_llm.models.loading import execution_device
 from emp_llm.models.modules import bias_of, find_blocks, mean_losses
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.recipe import LAYER_TOKENS, Recipe, layers_at_once
 from emp_llm.options.shared import Place
 from emp_llm.structure.units import (
     Changes,
@@ -60,9 +60,6 @@ from emp_llm.walk.update import (
     token_weights,
 )
 from emp_llm.walk.updated import Updated, UpdatedWeights
-
-TOKENS = 1 << 15  # that measure what each layer is worth
-_SHARE = 1 / 8  # of the layers goes before the others are scored again
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,14 +295,6 @@ def _pass_by(blocks: Sequence[nn.Module]) -> Iterator[None]:
         yield
 
 
-def turns_of(recipe: Recipe, layers: int) -> int:
-    """How often `losses_in_turns` scores the layers of a model."""
-    sparsity = recipe.counts.sparsity
-    share = 1.0 if sparsity is None else sparsity
-    most = min(layers // 2, int(layers * share + 1e-6))
-    return max(1, math.ceil(most / math.ceil(layers * _SHARE)))
-
-
 @torch.no_grad()
 def losses_in_turns(
     runner: BlockwiseModel, layers: Layers, tokens: Tensor, batch_size: int, recipe: Recipe
@@ -330,7 +319,7 @@ def losses_in_turns(
         UserError: memory runs out, a loss is not finite, or a last matrix cannot be fitted.
     """
     update = recipe.update
-    tokens = tokens[: max(2, TOKENS // tokens.shape[1])]
+    tokens = tokens[: max(2, LAYER_TOKENS // tokens.shape[1])]
     own_batches(tokens, 1)  # raises if a rank has none
     size = max(1, min(batch_size, len(tokens) // (2 * ranks().count)))
     # The first half fits everything, also what makes up for layers that have gone: sequences that
@@ -340,9 +329,8 @@ def losses_in_turns(
     sums = torch.zeros(layers.collected_shape, dtype=torch.float64)
     stays = torch.arange(len(layers))
     least = -math.inf
-    turns = turns_of(recipe, len(layers))
-    going = math.ceil(len(layers) * _SHARE)
-    for turn in range(turns):
+    going = layers_at_once(len(layers))
+    for turn in range(recipe.turns_of(len(layers))):
         updated = UpdatedWeights()
         kept = stays.numpy()
         if update is not None and turn:
