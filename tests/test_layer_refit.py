@@ -278,7 +278,7 @@ def test_layers_are_scored_again_without_those_that_went(refit: bool, tmp_path: 
 
 
 def test_a_dry_run_counts_the_turns(make: Any, tmp_path: Path) -> None:
-    """Each turn passes by the models without one layer of all, half of their layers on average."""
+    """In each turn a model without each layer runs through half of the layers on average."""
     text = {"samples": 512}  # twice as much as the turns read
     passes = {}
     for method, sparsity in (("cosine", 0.4), ("perplexity", 0.2), ("perplexity", 0.4)):

@@ -380,7 +380,7 @@ def _passes_of_sums(run: PruneRun, corpora: Sequence[Corpus]) -> int:
         return 3 * recipe.sums_units
     layers = len({target.layer.block for target in run.targets})
     tokens = sum((corpus.samples or 0) * (corpus.seqlen or 0) for corpus in corpora)
-    # In each turn, models without one layer of all run from there; and the refit.
+    # In each turn a model without each layer runs from there to the end; and the refit.
     share = min(1, LAYER_TOKENS / max(1, tokens))
     return math.ceil(recipe.turns_of(layers) * (layers / 2 + 3) * share)
 
