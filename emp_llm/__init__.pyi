@@ -328,6 +328,7 @@ def heal(
     *,
     heal_steps: int | None = ...,
     heal_weights: Literal["targets", "all"] | None = ...,
+    heal_labels: float = ...,
     heal_tokens: float | None = ...,
     heal_minutes: float | None = ...,
     calibration: str | Path | None = ...,
@@ -360,6 +361,8 @@ def heal(
         heal_steps: Steps of the training, of four sequences (default 300).
         heal_weights: What heals: kept weights of the targets, or of all linear layers in blocks,
             and norms (default after --structure; else targets).
+        heal_labels: Share of the text's own next tokens in what the training learns; the rest is
+            the dense model's probabilities (default 0).
         heal_tokens: Tokens of the training, such as 2e6, in place of its steps.
         heal_minutes: Minutes of the training, in place of its steps; two steps are timed first.
         calibration: Calibration text: recipe, file, Hub id or self[:PROMPTS]; ,field=value; a mix:
@@ -591,6 +594,7 @@ def prune(
     heal: bool = ...,
     heal_steps: int | None = ...,
     heal_weights: Literal["targets", "all"] | None = ...,
+    heal_labels: float = ...,
     heal_tokens: float | None = ...,
     heal_minutes: float | None = ...,
     targets: str | list[str] = ...,
@@ -680,6 +684,8 @@ def prune(
         heal_steps: Steps of the training, of four sequences (default 300).
         heal_weights: What heals: kept weights of the targets, or of all linear layers in blocks,
             and norms (default after --structure; else targets).
+        heal_labels: Share of the text's own next tokens in what the training learns; the rest is
+            the dense model's probabilities (default 0).
         heal_tokens: Tokens of the training, such as 2e6, in place of its steps.
         heal_minutes: Minutes of the training, in place of its steps; two steps are timed first.
         targets: Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.
@@ -763,6 +769,7 @@ def prune(
     heal: bool = ...,
     heal_steps: int | None = ...,
     heal_weights: Literal["targets", "all"] | None = ...,
+    heal_labels: float = ...,
     heal_tokens: float | None = ...,
     heal_minutes: float | None = ...,
     targets: str | list[str] = ...,

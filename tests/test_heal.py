@@ -33,6 +33,7 @@ import torch
 import torture
 import transformers
 from accelerate import cpu_offload
+from conftest import Run
 from launch import Launched, launch
 from safetensors.torch import load_file, save_file
 from stops import Killed, stopped, stopped_in_call, stopped_when
@@ -285,10 +286,10 @@ def test_a_healing_says_why_it_is_not_checked(llama: Runs) -> None:
     assert llama.heal(heal_steps=1, overwrite=True).unchecked is None
 
 
-@pytest.mark.parametrize("separable", [True, False])
-def test_the_loss_is_the_divergence(models: Models, separable: bool) -> None:
-    """Against numpy in float64; whether the dense blocks run once for each sequence, or each
-    time.
+@pytest.mark.parametrize(("separable", "labels"), [(True, 0), (False, 0), (True, 0.3), (True, 1)])
+def test_the_loss_is_the_divergence(models: Models, separable: bool, labels: float) -> None:
+    """And its gradient, against numpy in float64; whether the dense blocks run once for each
+    sequence, or each time. The last token of a sequence has no label.
     """
     dense, model = (
         AutoModelForCausalLM.from_pretrained(models("llama"), dtype=torch.float32) for _ in range(2)
@@ -304,14 +305,39 @@ def test_the_loss_is_the_divergence(models: Models, separable: bool) -> None:
         if not separable:
             dense_logits._runner = None
         dense_logits._keep("training", order)
-        healer = healing._Healer(model, dense_logits, ids, None, 2, False)  # type: ignore[arg-type]
+        healer = healing._Healer(model, dense_logits, ids, None, 2, False, labels)  # type: ignore[arg-type]
         logits, wanted = healer._logits(order)
-    divergence = healer._divergence(logits, wanted).detach() / ids.numel()
+    divergence = healer._divergence(logits, wanted, ids[order])
+    gradient = torch.autograd.grad(divergence, logits)[0][order]
     with torch.no_grad():
         assert torch.equal(wanted, dense(ids)[0][order])
         p, q = (one(ids).logits.double().numpy() for one in (dense, model))
     p, q = (logits - np.log(np.exp(logits).sum(-1, keepdims=True)) for logits in (p, q))
-    assert float(divergence) == pytest.approx(float((np.exp(p) * (p - q)).sum(-1).mean()), rel=1e-5)
+    learned = np.exp(p)
+    learned[:, :-1] = (1 - labels) * learned[:, :-1] + labels * np.eye(p.shape[-1])[ids[:, 1:]]
+    logs = np.log(learned, where=learned > 0, out=np.zeros_like(learned))
+    expected = (learned * (logs - q)).sum(-1)
+    assert float(divergence.detach()) / ids.numel() == pytest.approx(
+        float(expected.mean()), rel=1e-5
+    )
+    assert np.allclose(gradient.numpy(), np.exp(q) - learned, atol=1e-5)
+
+
+def test_labels(llama: Runs, command: Run) -> None:
+    """The next tokens of the text lower its perplexity further, in as many steps."""
+    llama.prune("plain", method="wanda")
+    plain = llama.heal("out", heal_steps=20)
+    line = f"heal {llama.folder / 'plain'} --dense {llama.model} --heal-labels 0.5 --heal-steps 20"
+    text = f"--calibration {llama.given['calibration']} --samples 10 --seqlen 32"
+    out = llama.folder / "labels"
+    done = command(f"{line} {text} --output", out)
+    assert "; divergence from labels (0.5) and the dense model " in done.stdout
+    assert "; divergence " in "".join(healing_lines(plain))
+    report = read_record(out / "emp_report.json", RunReport)
+    assert report.recipe.heal == Heal(steps=20, weights="targets", labels=0.5)
+    after = [each.healing.perplexity["after"] for each in (plain, report)]
+    assert after[1] < after[0]
+    assert llama.verified("labels")
 
 
 def test_the_command_makes_the_bytes_of_prune(
@@ -613,6 +639,8 @@ def test_too_little_memory_for_the_whole_model(
     free = 400_000
     with pytest.raises(UserError, match="--heal-weights all needs the whole model"):
         run("all", heal_weights="all")
+    with pytest.raises(UserError, match="--heal-labels needs the whole model"):
+        run("labels", heal_labels=0.5)
     # Steps that minutes have chosen are those of the whole model, not of each block.
     prune(llama.model, output=llama.folder / "plain", method="magnitude")
 
@@ -925,6 +953,8 @@ def test_wrong_input_in_memory(llama: Runs) -> None:
         ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
         ({"steps": -3}, "steps must be a whole number of at least 1, got -3"),
         ({"steps": 2.5}, "steps must be a whole number of at least 1, got 2.5"),
+        ({"labels": 1.5}, "heal.labels must be at least 0 and at most 1, got 1.5"),
+        ({"labels": None}, "heal.labels must be a number, got None"),
         ({"batch_size": 0}, "batch.size must be at least 1, got 0"),
         ({"seed": "one"}, "seed must be a whole number, got 'one'"),
         ({"report_to": None}, "report.to None is not one of none, trackio"),
@@ -1170,6 +1200,10 @@ def test_bad_input(models: Models, llama: Runs, monkeypatch: pytest.MonkeyPatch)
     refused("--heal-minutes all say how long", heal_minutes=1.0, heal_steps=300)
     refused("--heal-minutes must be above 0 and at most 1000000, got 0", heal_minutes=0.0)
     refused("--heal-minutes must be a finite number, got inf", heal_minutes=math.inf)
+    refused("--heal-labels must be at least 0 and at most 1, got 2", heal_labels=2)
+    refused("--heal-labels must be a finite number, got nan", heal_labels=math.nan)
+    refused("--heal-labels has no effect without --heal", llama.prune, heal_labels=0.5)
+    refused("--heal-labels needs the whole model", heal_labels=0.5, device_map="disk")
     pack(llama.folder / "plain", llama.folder / "packed")
     refused("unpack", folder=llama.folder / "packed")
     monkeypatch.chdir(llama.folder / "plain")

@@ -474,8 +474,13 @@ def _by_blocks(
         problem = _too_little(sizes, 1, free)
         device_map = "disk"
     smaller = recipe.structure is not None and not recipe.structure.keep_shapes
-    if heal.weights == "all" or smaller:
-        flag = "--structure" if smaller else "--heal-weights all"
+    needs = {
+        "--structure": smaller,
+        "--heal-weights all": heal.weights == "all",
+        "--heal-labels": heal.labels,
+    }
+    flag = next((name for name, given in needs.items() if given), None)
+    if flag is not None:
         raise UserError(f"{problem}; {flag} needs the whole model. Use devices with more memory.")
     check_blocks_separable(
         checkpoint.config, f"{problem}. The other way", "Use devices with more memory"

@@ -1,9 +1,10 @@
 """Healing: the kept weights of a pruned model learn the dense model's next-token probabilities.
 Zeros stay zero.
 
-    min over the kept weights of mean_t KL(p_dense(. | x_<=t) || p_pruned(. | x_<=t))
+    min over the kept weights of mean_t KL(q_t || p_pruned(. | x_<=t)),
+    q_t = (1 - labels) p_dense(. | x_<=t) + labels [. = x_(t+1)],   labels = 0 by default
 
-on the calibration text, without labels or further data: Adam on float32 weights, products in
+on the calibration text, without further data: Adam on float32 weights, products in
 bfloat16 where the processor has instructions for them. A step is four sequences, on any number of
 devices and ranks. Each weight moves as soon as its gradient is known, within the backward pass.
 
@@ -99,6 +100,7 @@ def heal_model(
     masks: Masks | Path | str | Mapping[str, Tensor],
     weights: Literal["targets", "all"] = "targets",
     steps: int = 300,
+    labels: float = 0.0,
     samples: int | None = None,
     seqlen: int | None = None,
     batch_size: int = SEQUENCES,
@@ -118,6 +120,7 @@ def heal_model(
             checkpoint.
         weights: what moves: the parameters of the masks, or all linear layers and norms in blocks.
         steps: of four sequences. The last tenth of them hardly changes anything.
+        labels: share of the text's own next tokens in what the model learns, 0 to 1.
         batch_size: sequences per forward pass, at most; on a CPU it is one.
         report_to: the tracker that gets the numbers of the training while it runs.
 
@@ -133,6 +136,7 @@ def heal_model(
     if type(steps) is not int or steps < 1:
         raise UserError(f"steps must be a whole number of at least 1, got {steps!r}.")
     options_of(PruneOptions)["report_to"].checked(report_to)
+    options_of(Heal)["heal_labels"].checked(labels)
     check_tracker(report_to)
     for name, given in {"model": model, "dense": dense}.items():
         if not isinstance(given, PreTrainedModel):
@@ -154,7 +158,7 @@ def heal_model(
     text = text_to_heal(data, tokenizer, options, model, dense, steps=steps).for_training
     tokens = text.in_turns
     logger.info("healing %s.", how_often(len(tokens), steps))
-    check_agreement({"ids": text.signature, "steps": steps, "seed": seed})
+    check_agreement({"ids": text.signature, "steps": steps, "seed": seed, "labels": labels})
     zeros = find_masks(masks, model)
     moving = list(zeros)
     if weights == "all":
@@ -181,6 +185,7 @@ def heal_model(
             moving,
             progress,
             steps,
+            labels=labels,
             at_once=at_once,
             checkpointing=checkpointing,
             seed=seed,
@@ -348,6 +353,7 @@ def heal_folder(
                         moving,
                         progress,
                         heal.steps,
+                        labels=heal.labels,
                         at_once=plan.at_once,
                         checkpointing=plan.checkpointing,
                         seed=seed,
@@ -509,6 +515,7 @@ def train(
     progress: Progress,
     steps: int,
     *,
+    labels: float = 0.0,
     at_once: int = 1,
     checkpointing: bool = False,
     seed: int = 0,
@@ -526,6 +533,7 @@ def train(
         masks: weights that stay zero.
         moving: names of the parameters that move.
         progress: what an interrupted call with the same arguments has kept.
+        labels: share of the next tokens of the text in what the model learns.
         steps, at_once, seed: number of steps of four sequences, sequences of a forward pass, and
             the seed of their order.
         checkpointing: of gradients: blocks keep their inputs alone, and run again.
@@ -534,7 +542,9 @@ def train(
     Raises:
         UserError: the dense model's loss is not finite.
     """
-    healer, adam = _healer(model, dense_logits, tokens, masks, moving, at_once, checkpointing)
+    healer, adam = _healer(
+        model, dense_logits, tokens, masks, moving, at_once, checkpointing, labels
+    )
     order = order_of(len(tokens), steps, seed)
     every = max(1, steps // _MEASURES)
     with (
@@ -593,6 +603,7 @@ def _healer(
     moving: Iterable[str],
     at_once: int,
     checkpointing: bool,
+    labels: float = 0.0,
 ) -> tuple["_Healer", Adam]:
     """The passes of a training, and what moves the weights; the arguments are those of `train`."""
     masks.apply(model)
@@ -605,7 +616,7 @@ def _healer(
         _halve_others(model)
     if checkpointing:
         _checkpoint_blocks(model)
-    return _Healer(model, dense_logits, tokens, adam, at_once, in_bfloat16), adam
+    return _Healer(model, dense_logits, tokens, adam, at_once, in_bfloat16, labels), adam
 
 
 def _log_measure(log: Log | None, progress: Progress) -> None:
@@ -662,6 +673,7 @@ class _Healer:
         adam: moves the weights within the backward pass.
         at_once: sequences of a pass.
         in_bfloat16: the products.
+        labels: share of the next tokens of the text in what the model learns.
     """
 
     def __init__(
@@ -672,6 +684,7 @@ class _Healer:
         adam: Adam,
         at_once: int,
         in_bfloat16: bool,
+        labels: float = 0.0,
     ) -> None:
         self._model = model
         self._dense_logits = dense_logits
@@ -679,6 +692,7 @@ class _Healer:
         self._adam = adam
         self._at_once = at_once
         self._in_bfloat16 = in_bfloat16
+        self._labels = labels
         self._passes = 0
 
     def step(self, numbers: Sequence[int]) -> Tensor:
@@ -697,7 +711,8 @@ class _Healer:
         for index in range(passes):
             chunk = own[index * self._at_once : (index + 1) * self._at_once]
             self._adam.due = index == passes - 1
-            divergence = self._divergence(*self._logits(chunk or in_place))
+            visited = chunk or in_place
+            divergence = self._divergence(*self._logits(visited), self._tokens[visited])
             share = 1 / (len(numbers) * self._tokens.shape[1]) if chunk else 0.0
             (share * divergence).backward()  # type: ignore[no-untyped-call]
             if chunk:
@@ -714,7 +729,7 @@ class _Healer:
         for number in ranks().assigned(range(first, len(self._tokens))):
             logits, wanted = self._logits([number])
             ids = self._tokens[number : number + 1]
-            divergence = float(self._divergence(logits, wanted)) / length
+            divergence = float(self._divergence(logits, wanted, ids)) / length
             losses = [float(mean_losses(each, ids)) for each in (logits, wanted)]
             rows.append((number, divergence, *losses))  # type: ignore[arg-type]
         gathered = torch.tensor(
@@ -738,9 +753,9 @@ class _Healer:
             logits = self._model(input_ids=ids, use_cache=False).logits
         return logits, wanted.to(logits.device)
 
-    @staticmethod
-    def _divergence(logits: Tensor, wanted: Tensor) -> Tensor:
-        return _Divergence.apply(logits, wanted)  # type: ignore[no-untyped-call, no-any-return]
+    def _divergence(self, logits: Tensor, wanted: Tensor, ids: Tensor) -> Tensor:
+        given = logits, wanted, ids, self._labels
+        return _Divergence.apply(*given)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _checkpoint_blocks(model: PreTrainedModel) -> None:
@@ -882,15 +897,16 @@ def _runner_of(model: PreTrainedModel, batch: Tensor) -> BlockwiseModel | None:
 
 
 class _Divergence(torch.autograd.Function):
-    """The sum over the tokens of KL(wanted || pruned) in nats, of logits of shape (sequences,
-    tokens, vocabulary).
+    """The sum over the tokens of KL(q || pruned) in nats, of logits of shape (sequences, tokens,
+    vocabulary). q are the wanted probabilities, mixed with a share of labels: the next of the ids,
+    int64, shape (sequences, tokens). The last token has none.
 
-    The gradient for the pruned logits, softmax(logits) - softmax(wanted), comes with the value:
-    memory holds float32 copies of a few positions at a time, and nothing is computed twice.
+    The gradient for the pruned logits, softmax(logits) - q, comes with the value: memory holds
+    float32 copies of a few positions at a time, and nothing is computed twice.
     """
 
     @staticmethod
-    def forward(context: Any, logits: Tensor, wanted: Tensor) -> Tensor:
+    def forward(context: Any, logits: Tensor, wanted: Tensor, ids: Tensor, labels: float) -> Tensor:
         gradient = torch.empty_like(logits) if context.needs_input_grad[0] else None
         sums = []
         for first in range(0, logits.shape[1], POSITIONS):
@@ -898,6 +914,13 @@ class _Divergence(torch.autograd.Function):
             of_pruned = logits[:, here].float().log_softmax(-1)
             of_dense = wanted[:, here].float().log_softmax(-1)
             probabilities = of_dense.exp()
+            if labels:
+                following = ids[:, first + 1 : first + POSITIONS + 1, None].to(logits.device)
+                mixed = probabilities[:, : following.shape[1]].mul_(1 - labels)
+                mixed.scatter_add_(
+                    -1, following, torch.full_like(following, labels, dtype=mixed.dtype)
+                )
+                of_dense = probabilities.clamp(min=torch.finfo(mixed.dtype).tiny).log_()
             sums.append(of_dense.sub_(of_pruned).mul_(probabilities).sum())
             if gradient is not None:
                 gradient[:, here] = of_pruned.exp_().sub_(probabilities)
@@ -906,9 +929,9 @@ class _Divergence(torch.autograd.Function):
         return torch.stack(sums).sum()
 
     @staticmethod
-    def backward(context: Any, scale: Tensor) -> tuple[Tensor, None]:
+    def backward(context: Any, scale: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient,) = context.saved_tensors
-        return gradient.mul_(scale), None
+        return gradient.mul_(scale), None, None, None
 
 
 def healing_warnings(healing: HealingRecord) -> list[str]:
@@ -916,8 +939,8 @@ def healing_warnings(healing: HealingRecord) -> list[str]:
     if healing.best:
         return []
     return [
-        "healing did not bring the model nearer to the dense one on held-out sequences, so the "
-        "weights are those before it."
+        "healing did not lower the divergence on held-out sequences, so the weights are those "
+        "before it."
     ]
 
 

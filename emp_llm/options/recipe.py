@@ -580,6 +580,8 @@ class Heal(Node):
         steps: number of training steps, of four sequences each.
         weights: "targets": the kept weights of the targets; "all": of all linear layers in blocks,
             and norms; None: "all" of a model with fewer units, else "targets". A recipe sets it.
+        labels: share of the text's own next tokens in the probabilities that the weights learn; the
+            rest is the dense model's.
         tokens, minutes: what the steps read, and how long they take, in place of their number; for
             commands, which record the steps.
     """
@@ -604,6 +606,16 @@ class Heal(Node):
             name="heal_weights",
         ),
     ] = None
+    labels: Annotated[
+        float,
+        Flag(
+            "Share of the text's own next tokens in what the training learns; the rest is the "
+            "dense model's probabilities (default 0).",
+            name="heal_labels",
+            minimum=0,
+            maximum=1,
+        ),
+    ] = 0.0
     tokens: Annotated[
         float | None,
         Flag(

@@ -253,9 +253,9 @@ class HealingRecord(Part, kw_only=True, omit_defaults=False):
         steps, tokens: length of the training.
         best: the step whose weights were kept; 0: those before the training.
         by: the whole model at once, or block by block.
-        curve: [step, divergence on held-out sequences in nats per token], from step 0 on; by
-            blocks, the mean squared error of a block's outputs as a share of their squares. A loss
-            that is not finite is null in JSON.
+        curve: [step, divergence on held-out sequences in nats per token], from step 0 on: from the
+            dense model, or from its mixture with the labels; by blocks, the mean squared error of a
+            block's outputs as a share of their squares. A loss that is not finite is null in JSON.
         perplexity: on the held-out sequences: of the dense model, and of the pruned one "before"
             and "after"; empty by blocks.
         origin: its text, seed and versions; command: of a run of `heal`.

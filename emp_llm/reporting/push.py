@@ -259,7 +259,8 @@ def _same(report: RunReport) -> str:
             if report.recipe.heal.weights == "targets"
             else "all linear layers in the blocks, and their norms,"
         )
-        updated.append(f"The kept weights of {trained} were trained by the healing.")
+        on = " on the text itself too" if report.recipe.heal.labels else ""
+        updated.append(f"The kept weights of {trained} were trained by the healing{on}.")
     others = "other" if updated or report.structure is None else "kept"
     return " ".join([*updated, f"All {others} weights are those of the base model."])
 

@@ -269,6 +269,9 @@ def healing_lines(report: RunReport) -> list[str]:
     what, unit = (
         ("divergence", " nats per token") if by_model else ("mean error of a block's outputs", "")
     )
+    heal = report.recipe.heal
+    if heal is not None and heal.labels:
+        what += f" from labels ({heal.labels:g}) and the dense model"
     return [
         f"healed: {steps}, {healing.tokens:,} tokens{time}; {what} "
         f"{curve[0]:.4f} to {curve[healing.best]:.4f}{unit} on the sequences that chose step "

@@ -280,6 +280,7 @@ def prune_model(
             masks=report.masks,
             weights=heal.weights or "targets",
             steps=heal.steps,
+            labels=heal.labels,
             samples=options_of_text.samples,
             seqlen=options_of_text.seqlen,
             batch_size=options_of_text.batch_size,
