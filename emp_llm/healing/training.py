@@ -415,7 +415,7 @@ def steps_of_minutes(
         logits.look_ahead(numbers, 0)
         model, masks, moving, _ = _to_train(architecture, recipe, heal, plan, trust)
         healer, adam = _healer(
-            model, logits, tokens, masks, moving, plan.at_once, plan.checkpointing
+            model, logits, tokens, masks, moving, plan.at_once, plan.checkpointing, heal.labels
         )
         for _ in range(2):
             began = time.perf_counter()
