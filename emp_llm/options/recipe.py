@@ -874,6 +874,8 @@ class Recipe:
             words += f", with {Refit.title}"
         if self.heal is not None:
             words += ", healed by self-distillation"
+            if self.heal.labels:
+                words += f" with labels of {self.heal.labels:g}"
         return words
 
     @property

@@ -219,6 +219,8 @@ def _summary(report: RunReport) -> str:
     if healing is not None:
         texts = [] if healing.origin is None else [each.name for each in healing.origin.all_texts]
         text += " Then it was trained: healed by self-distillation from the dense model, "
+        if recipe.heal is not None and recipe.heal.labels:
+            text += f"with labels of {recipe.heal.labels:g} from the text, "
         text += count_of(healing.steps, "step")
         text += f" on {', '.join(texts)}." if texts else "."
         if not healing.best:
@@ -259,8 +261,7 @@ def _same(report: RunReport) -> str:
             if report.recipe.heal.weights == "targets"
             else "all linear layers in the blocks, and their norms,"
         )
-        on = " on the text itself too" if report.recipe.heal.labels else ""
-        updated.append(f"The kept weights of {trained} were trained by the healing{on}.")
+        updated.append(f"The kept weights of {trained} were trained by the healing.")
     others = "other" if updated or report.structure is None else "kept"
     return " ".join([*updated, f"All {others} weights are those of the base model."])
 
