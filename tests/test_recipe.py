@@ -296,7 +296,8 @@ def test_a_record_has_every_field() -> None:
     }
     refit = {"weighting": "equal", "target": "block", "damping": None}
     assert tree["update"] == {"admm": {"refit": refit, "penalty": 0.15, "stages": 6}}
-    assert tree["heal"] == {"steps": 300, "weights": "targets", "tokens": None, "minutes": None}
+    expected = {"steps": 300, "weights": "targets", "labels": 0.0, "tokens": None, "minutes": None}
+    assert tree["heal"] == expected
     assert (tree["group"], tree["structure"]) == ("row", None)
     (kind,) = Recipe(score=Own(row_share)).as_dict()["score"].values()
     assert kind["norms"] == "plain"
