@@ -242,7 +242,7 @@ def test_heal(
 def test_prune_and_heal(short_demo: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     text = ("--calibration", "demo", "--samples", 12, "--seqlen", 64)
-    how = ("--heal", "--heal-steps", 2, "--output", out)
+    how = ("--heal", "--heal-steps", 2, "--heal-labels", 0.2, "--output", out)
     uses_gpus(command(tmp_path, "prune", short_demo, *how, *text), 0, 1)
     check_healed(out, "model")
 
