@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import transformers
 from accelerate.utils import OffloadedWeightsLoader
 
 from emp_llm.common.errors import UserError
@@ -34,6 +35,20 @@ def independent(model: Any, tokens: torch.Tensor, block: int) -> float:
         total += loss * len(ids)
         weight += len(ids)
     return math.exp(total / weight)
+
+
+@pytest.mark.parametrize("family", ["roberta", "camembert", "prophetnet", "opt"])
+def test_a_block_is_no_longer_than_the_positions_of_a_model(family: str) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "max_position_embeddings": 40}
+    heads = {"num_attention_heads": 2, "num_decoder_attention_heads": 2}
+    config = transformers.AutoConfig.for_model(family, is_decoder=True, **sizes, **heads)
+    config.is_encoder_decoder = False
+    config.add_cross_attention = False
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    longest = block_length(Corpus(file="prose.txt"), config)
+    model(input_ids=torch.full((1, longest), 5))
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=torch.full((1, longest + 1), 5))
 
 
 @pytest.mark.parametrize(("length", "block"), [(650, 64), (641, 64), (50, 64), (600, 128)])

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import transformers
 
 Quantization = Literal["8bit", "4bit"]
+_PADDED_POSITIONS = ("roberta", "camembert", "data2vec-text", "xmod", "prophetnet")
 _NAMED_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
@@ -188,5 +189,15 @@ def max_context(model_config: Any) -> int | None:
     text = config.get("text_config") or config
     for key in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         if isinstance(text.get(key), int):
-            return int(text[key])
+            return int(text[key]) - _unused_positions(text)
     return None
+
+
+def _unused_positions(text: dict[str, Any]) -> int:
+    """Rows of a table of positions that no token has: RoBERTa counts from behind the padding's id,
+    and ProphetNet predicts one position further.
+    """
+    kind = str(text.get("model_type"))
+    if not any(name in kind for name in _PADDED_POSITIONS):
+        return 0
+    return (text.get("pad_token_id") or 0) + (2 if kind == "prophetnet" else 1)
