@@ -950,9 +950,11 @@ def test_wrong_input_in_memory(llama: Runs) -> None:
     report = prune_model(model, "magnitude")
     for wrong, says in (
         ({"weights": "everything"}, "weights must be 'targets' or 'all', got 'everything'"),
-        ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
-        ({"steps": -3}, "steps must be a whole number of at least 1, got -3"),
-        ({"steps": 2.5}, "steps must be a whole number of at least 1, got 2.5"),
+        ({"steps": 0}, "steps must be a whole number from 1 to 10,000,000, got 0"),
+        ({"steps": -3}, "steps must be a whole number from 1 to 10,000,000, got -3"),
+        ({"steps": 2.5}, "steps must be a whole number from 1 to 10,000,000, got 2.5"),
+        ({"steps": 10**9}, "steps must be a whole number from 1 to 10,000,000, got 1000000000"),
+        ({"masks": {}}, "masks names no weights, so none would move. Give weights='all'"),
         ({"labels": 1.5}, "heal.labels must be at least 0 and at most 1, got 1.5"),
         ({"labels": None}, "heal.labels must be a number, got None"),
         ({"batch_size": 0}, "batch.size must be at least 1, got 0"),

@@ -575,8 +575,21 @@ def test_report_and_dry_run(models: Any, tmp_path: Path) -> None:
         "neurons: 80 of 160 stay (the rule keeps 80)",
         "config.json: intermediate_size 40, num_attention_heads 2, num_key_value_heads 1",
     ]
+    del options["sparsity"]  # sizes alone, as the refusal of a run promises
+    sized = prune(str(source), output=out, dry_run=True, **options | {"method": "wanda"} | SHORT)
+    unasked = prune(str(source), output=out, dry_run=True, **options)
+    found = prune(str(source), output=out, dry_run=True, loss="2%", **options | SHORT)
+    for plan in (sized, unasked, found):
+        assert not isinstance(plan, RunReport)
+        assert plan.notes[1].startswith("with 2 of 2 groups of 2 heads and 64 of 80 neurons: ")
+        assert not any("stay" in note or "--sparsity" in note for note in plan.notes)
+    with pytest.raises(UserError, match="what cannot be removed has"):  # before any score
+        fisher = options | {"method": "fisher", "dry_run": True} | SHORT
+        prune(str(source), output=out, parameters=9000, **fisher)
     assert not out.exists()
-    prune(str(source), output=out, **options)
+    fewer = prune(str(source), output=tmp_path / "fewer", parameters=30_000, **options)
+    assert not any("--sparsity" in warning for warning in fewer.warnings)
+    prune(str(source), output=out, sparsity=0.5, **options)
     report([out], output=tmp_path / "page", no_plots=True, quiet=True)
     page = (tmp_path / "page" / "report.md").read_text()
     assert "| out | magnitude, uniform rows, structure both |" in page
@@ -598,6 +611,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"method": "taylor", "activations": "x.safetensors"}, "--method taylor needs gradients"),
     ({"method": "fisher", "activations": "x.safetensors"}, "--method fisher needs gradients"),
     ({"load_in_8bit": True}, "--structure needs the original weights"),
+    (
+        {"sparsity": 0.001, "method": "magnitude"},
+        "--sparsity 0.001 removes none of the 160 neurons. Give a higher one",
+    ),
     ({"beta": 10.0, "method": "emp-magnitude"}, "the rule keeps all 160 neurons"),
     (
         {"sparsity": 0.001, "method": "emp-magnitude"},

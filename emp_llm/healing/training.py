@@ -133,8 +133,8 @@ def heal_model(
     """
     if weights not in ("targets", "all"):
         raise UserError(f"weights must be 'targets' or 'all', got {weights!r}.")
-    if type(steps) is not int or steps < 1:
-        raise UserError(f"steps must be a whole number of at least 1, got {steps!r}.")
+    if type(steps) is not int or not 1 <= steps <= MOST_STEPS:
+        raise UserError(f"steps must be a whole number from 1 to {MOST_STEPS:,}, got {steps!r}.")
     options_of(PruneOptions)["report_to"].checked(report_to)
     options_of(Heal)["heal_labels"].checked(labels)
     check_tracker(report_to)
@@ -165,6 +165,8 @@ def heal_model(
         architecture = architecture_of(model, ModelWeights(model))
         layers = (target.layer.parameter for target in updatable(architecture.select("all-linear")))
         moving = [*dict.fromkeys([*zeros, *layers]), *_norm_parameters(model, architecture)]
+    if not moving:
+        raise UserError("masks names no weights, so none would move. Give weights='all'.")
     at_once, checkpointing = _way_in_memory(model, moving, tokens, batch_size)
     with (
         tempfile.TemporaryDirectory(prefix="emp-llm-heal-") as folder,

@@ -233,11 +233,15 @@ def _check_loss(recipe: Recipe, options: PruneOptions, given: GivenOptions) -> N
         )
 
 
+# The options that say how much goes.
+AMOUNTS = frozenset({"sparsity", "parameters", "memory", "loss", "match", "beta"})
+
+
 def _check_amount(recipe: Recipe, units: str, given: GivenOptions) -> None:
     """Raise UserError unless options say how many units go. By itself the rule may remove far more
     than a model can lose (docs/structure.md, docs/experts.md).
     """
-    if not given & {"sparsity", "parameters", "memory", "loss", "match", "beta"}:
+    if not given & AMOUNTS:
         rule = ", or by --beta 1, the rule of the effective number" * recipe.adaptive
         raise UserError(
             f"--structure {units}: say how much goes, by --sparsity, --parameters, --memory or "

@@ -105,7 +105,6 @@ class Experts(Units):
     comparable = False  # blocks differ in the size of their outputs
     listed = True
     required = True
-    sizes_known = True
     remedy = (
         "Its router chooses in a way that is not known here. Please report the class of the model."
     )

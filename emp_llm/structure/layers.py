@@ -75,7 +75,6 @@ class Layers(Units):
     """
 
     kind = "layers"
-    sizes_known = True
     remedy = (
         "Its layers depend on their number in a way that is not known here. Please report the "
         "class of the model."

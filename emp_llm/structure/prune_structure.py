@@ -30,6 +30,7 @@ from emp_llm.common.tables import percent_cell
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import build_skeleton, check_head, is_offloaded, load_model
+from emp_llm.options.prune import AMOUNTS
 from emp_llm.options.recipe import BY_GRADIENTS, Effective, Match, Recipe, Share, Structure
 from emp_llm.pruning.counts import Budget, Chosen
 from emp_llm.pruning.dry_run import DryRun
@@ -39,6 +40,7 @@ from emp_llm.records.run_report import (
     RunReport,
     StructureRecord,
     TargetsRecord,
+    UnitsRecord,
     read_report,
 )
 from emp_llm.runs.prune_run import (
@@ -168,6 +170,9 @@ def find_units(inputs: Inputs, structure: Structure) -> tuple[PruneRun, UnitMode
     budget = Budget.of(options.parameters, options.memory)
     if budget is not None:
         made_of["budget"] = budget.flag
+        if isinstance(recipe.counts, Share) and structure.group != "all":
+            # Sizes do not depend on scores, which may take long: raises if none is small enough.
+            _within(budget, recipe, model, [np.ones(len(units)) for units in model.units])
     matched = _match(recipe)
     if matched is not None:
         made_of["matched"] = [[*role, *counts] for role, counts in matched.items()]
@@ -217,11 +222,12 @@ def plan_units(run: PruneRun, model: UnitModel) -> DryRun:
     """What `prune_units` would do."""
     plan = plan_of(run)
     notes = [_units_line(model.units)]
-    if ranks().main and run.recipe.name == "magnitude" and not run.source.headers_only:
+    given = run.inputs.given & AMOUNTS
+    by_weights = run.recipe.name == "magnitude" and not run.source.headers_only
+    if ranks().main and by_weights and given and "loss" not in given:
         notes += _decision_lines(_decide(run, model))
-    elif ranks().main and model.units[0].sizes_known:
-        found = (run.options.parameters, run.options.memory, run.options.loss)
-        asked = run.recipe.counts.sparsity if found == (None, None, None) else None
+    elif ranks().main and not model.structure.keep_shapes:
+        asked = run.recipe.counts.sparsity if "sparsity" in given else None
         notes += _sizes_by_share(model, run.recipe, asked or 0.0)
     return replace(plan, notes=[*notes, *plan.notes])
 
@@ -337,7 +343,7 @@ def _decide(run: PruneRun, model: UnitModel, feature: Feature | None = None) -> 
     rule = sum(choice.record.rule for choice in choices)
     kept = sum(choice.record.kept for choice in choices)
     if rule == total:
-        if isinstance(counts, Effective) and counts.sparsity is not None:
+        if counts.sparsity is not None:
             raise NothingRemovedError(
                 f"--sparsity {counts.sparsity:g} removes none of the {total} "
                 f"{structure.units}. Give a higher one."
@@ -410,6 +416,7 @@ def _write(
     each shard.
     """
     choices = decision.choices
+    budget = Budget.of(run.options.parameters, run.options.memory)
     with stage("prune"):
         with run.stopwatch("prune"):
             hashes = write_smaller_checkpoint(model, choices, decision.changes, updated, out)
@@ -428,7 +435,7 @@ def _write(
             _compare(run, decision, updated, out.files, record)
             out.note(compared=record.as_dict())
         record = compared or record
-    if run.inputs.search is None:  # else --loss has found how many go
+    if run.inputs.search is None and budget is None:  # else the run has found how many go
         warnings += _rounding(choices, decision.recipe)
     fits = {} if updated is None else updated.records()
     update = decision.recipe.update
@@ -529,12 +536,11 @@ def _units_line(every: Sequence[Units]) -> str:
 
 
 def _sizes_by_share(model: UnitModel, recipe: Recipe, asked: float) -> list[str]:
-    """The size of the model with each number of its experts or layers, or with some shares of
-    many; and what a sparsity that is asked for removes, if it is not 0. They do not depend on
-    scores.
+    """The size of the model with each number of its units, or with some shares of many; and what a
+    sparsity that is asked for removes, if it is not 0. They do not depend on scores.
     """
     routed = any(experts.unreached(len(experts)) for experts in Experts.among(model.units))
-    number = len(model.units[0])
+    number = max(map(len, Parts.among(model.units)), default=len(model.units[0]))
     shares = [gone / number for gone in range(1, number)] if number <= _FEW else [0.25, 0.5, 0.75]
     ones = [np.ones(len(units)) for units in model.units]
     lines: dict[int, str] = {}
@@ -548,14 +554,16 @@ def _sizes_by_share(model: UnitModel, recipe: Recipe, asked: float) -> list[str]
         cost = _cost(model, choices)
         reached = cost.active_parameters or cost.parameters
         active = f", {reached:,} active per token" if routed else ""
-        first = choices[0]
-        said = f"{first.record.kept} of {len(first.units)} {first.units.kind}"
+        kinds = dict[str, UnitsRecord]()
+        for each in choices:
+            kinds.setdefault(each.units.noun or each.units.kind, each.record)
+        said = " and ".join(f"{one.kept} of {one.units} {kind}" for kind, one in kinds.items())
         if share == asked:
             said += f" (--sparsity {asked:g})"
             remarks = _rounding(choices, by_share)
         size = format_bytes(cost.bytes)
-        lines[first.record.kept] = f"with {said}: {cost.parameters:,} parameters{active}, {size}"
-    return [*(lines[kept] for kept in sorted(lines, reverse=True)), *remarks]
+        lines[cost.parameters] = f"with {said}: {cost.parameters:,} parameters{active}, {size}"
+    return [*(lines[size] for size in sorted(lines, reverse=True)), *remarks]
 
 
 def _totals(choices: Sequence[Choice]) -> dict[str, tuple[int, int, int]]:

@@ -132,7 +132,6 @@ class Units(ABC):
         kind: the plural noun, as in --structure.
         comparable: whether scores of different blocks are on one scale.
         listed: the report has the score of each unit, and the numbers of those that stay.
-        sizes_known: a dry run lists sizes of the model, which do not depend on the scores.
         rounded: where they are removed, --width-multiple divides the number that stays.
         remedy: what to do if the written model computes something else than the dense one.
         remedy_of_zeros: the same where shapes stay.
@@ -157,7 +156,6 @@ class Units(ABC):
     kind: ClassVar[str]
     comparable: ClassVar[bool] = True
     listed: ClassVar[bool] = False
-    sizes_known: ClassVar[bool] = False
     rounded: ClassVar[bool] = False
     remedy: ClassVar[str]
     remedy_of_zeros: ClassVar[str] = ""
