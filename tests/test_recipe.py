@@ -205,7 +205,7 @@ recipes = st.one_of(
         Recipe,
         score=st.sampled_from([Magnitude(), UnitScore("reap")]),
         counts=st.one_of(effective, st.builds(Share, share)),
-        update=some_refit,
+        update=st.one_of(st.none(), st.builds(Refit, damping=st.sampled_from([None, 0.01]))),
         structure=experts,
     ),
 )

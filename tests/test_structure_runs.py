@@ -583,8 +583,8 @@ def test_report_and_dry_run(models: Any, tmp_path: Path) -> None:
         assert not isinstance(plan, RunReport)
         assert plan.notes[1].startswith("with 2 of 2 groups of 2 heads and 64 of 80 neurons: ")
         assert not any("stay" in note or "--sparsity" in note for note in plan.notes)
+    fisher = options | {"method": "fisher", "dry_run": True} | SHORT
     with pytest.raises(UserError, match="what cannot be removed has"):  # before any score
-        fisher = options | {"method": "fisher", "dry_run": True} | SHORT
         prune(str(source), output=out, parameters=9000, **fisher)
     assert not out.exists()
     fewer = prune(str(source), output=tmp_path / "fewer", parameters=30_000, **options)
@@ -603,6 +603,18 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "--method sparsegpt does not score heads or neurons. Use one of emp-magnitude",
     ),
     ({"structure": "heads", "width_multiple": 8}, "--width-multiple is for neurons"),
+    (
+        {"structure": "layers", "method": "cosine", "structure_group": "all"},
+        "--structure-group has no effect with --structure layers. Leave it out",
+    ),
+    (
+        {"structure": "layers", "method": "cosine", "refit": True, "refit_target": "layer"},
+        "--refit-target has no effect with --structure layers. Leave it out",
+    ),
+    (
+        {"structure": "experts", "method": "reap", "refit": True, "refit_weighting": "relative"},
+        "--refit-weighting has no effect with --structure experts. Leave it out",
+    ),
     ({"keep_shapes": True, "width_multiple": 8}, "--keep-shapes keeps the width"),
     (
         {"method": "magnitude", "beta": 0.5},

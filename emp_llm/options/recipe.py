@@ -1145,6 +1145,21 @@ def _check_units(recipe: Recipe) -> None:
             name for name, units in UNIT_KINDS.items() if units.criteria == criteria
         )
         raise UserError(f"--method {recipe.method} does not score {scored}. Use one of {methods}.")
+    refit = None if recipe.update is None else recipe.update.refit
+    needless = {
+        "--structure-group": structure.group == "all" and structure.units == "layers",
+        "--refit-target": refit is not None
+        and refit.target == "layer"
+        and structure.units in ("experts", "layers"),
+        "--refit-weighting": refit is not None
+        and refit.weighting == "relative"
+        and structure.units == "experts",
+    }
+    for flag, given in needless.items():
+        if given:
+            raise UserError(
+                f"{flag} has no effect with --structure {structure.units}. Leave it out."
+            )
     counts = recipe.counts
     if recipe.group != "row" or isinstance(counts, Pattern) or getattr(counts, "shares", None):
         raise UserError(
