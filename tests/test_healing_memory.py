@@ -92,7 +92,7 @@ def test_the_sizes_of_a_checkpoint(models: Models) -> None:
         targets = architecture.select("all-linear")
         sizes = Sizes.of(checkpoint, targets, Heal(), 32, 10, True)
         assert sizes.moving == sum(target.matrix.numel for target in targets)
-        assert sizes.moving + sizes.others == checkpoint.parameters
+        assert sizes.moving + sizes.others == checkpoint.elements
         parameters = dict(build_skeleton(models(family)).named_parameters())
         moving = {target.layer.parameter for target in targets}
         assert sizes.largest == max(parameters[name].numel() for name in moving)

@@ -4,6 +4,7 @@ value and score heads.
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from runs import check_verified
 from safetensors.torch import load_file, save_file
 
 from emp_llm import bench, evaluate, generate, heal, prune, verify
+from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
+from emp_llm.models.architecture import Architecture
 
 
 def with_more(model: Path, folder: Path, place: str) -> Path:
@@ -190,3 +193,46 @@ def test_a_model_with_an_adapter_is_refused(tiny_llama: Path, tmp_path: Path, na
     (source / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match="it holds a model and a PEFT adapter"):
         prune(source, output=tmp_path / "out", method="magnitude")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama-tied", "gemma2"])
+def test_parameters_are_those_of_the_model(
+    models: Callable[[str], Path], tmp_path: Path, family: str
+) -> None:
+    """Masks of old versions, and a tied head that is stored a second time, are not counted."""
+    source = tmp_path / "model"
+    model = transformers.AutoModelForCausalLM.from_pretrained(models(family))
+    model.save_pretrained(source)
+    tensors = load_file(source / "model.safetensors")
+    if family == "gpt2":
+        masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 128, 128) for layer in range(2)}
+        tensors = {name.removeprefix("transformer."): each for name, each in tensors.items()}
+        tensors |= masks
+    else:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    tied = Architecture.of_checkpoint(Checkpoint(source))
+    assert tied.parameters == model.num_parameters() < tied.checkpoint.elements
+
+    def parameters_of(out: Path) -> int:
+        small = transformers.AutoModelForCausalLM.from_pretrained(out)
+        return small.num_parameters()
+
+    most = model.num_parameters() - 1000
+    by = {"method": "magnitude", "parameters": most}
+    report = prune(source, output=tmp_path / "neurons", structure="neurons", **by)
+    assert report.structure.dense.parameters == model.num_parameters()
+    assert report.structure.pruned.parameters == parameters_of(tmp_path / "neurons") <= most
+    check_verified(tmp_path / "neurons", source)
+    report = prune(source, output=tmp_path / "zeros", **by)
+    assert report.targets.parameters == model.num_parameters()
+    assert report.targets.parameters - report.targets.zeros <= most
+    for structure in (None, "neurons"):
+        with pytest.raises(UserError, match=f"the dense model has {most + 1000:,} parameters"):
+            prune(
+                source,
+                output=tmp_path / "out",
+                method="magnitude",
+                structure=structure,
+                parameters=most + 1000,
+            )

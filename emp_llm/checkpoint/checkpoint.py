@@ -259,8 +259,8 @@ class Checkpoint:
         return config
 
     @cached_property
-    def parameters(self) -> int:
-        """The number of elements of all tensors."""
+    def elements(self) -> int:
+        """The number of elements of all tensors, also of those that the model does not use."""
         return sum(tensor.numel for tensor in self.tensors.values())
 
     @property

@@ -108,7 +108,7 @@ def in_steps(heal: Heal, corpora: Sequence[Corpus]) -> Heal:
 def healing_weights(checkpoint: Checkpoint, targets: Sequence[Target], heal: Heal) -> int:
     """An upper bound on the number of weights that healing moves."""
     return (
-        checkpoint.parameters
+        checkpoint.elements
         if heal.weights == "all"
         else sum(target.matrix.numel for target in targets)
     )
@@ -189,7 +189,7 @@ class Sizes:
             config,
             max(1, layers),
             moving,
-            checkpoint.parameters - moving,
+            checkpoint.elements - moving,
             max(numels.values(), default=0),
             max(0, stored - 2 * _table(config)) // max(1, layers),
             max(blocks.values(), default=0),

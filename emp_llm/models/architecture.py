@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,7 +129,7 @@ class Architecture:
         main: the tower of the decoder blocks: of the language model, or of the list that --blocks
             names.
         unused: stored tensors that are no part of the model: of layers that predict a second token,
-            of other heads.
+            of other heads, old masks; and further copies of tied weights.
     """
 
     checkpoint: Checkpoint
@@ -373,6 +374,13 @@ class Architecture:
         logger.warning("warning: block-diagonal layers stay dense (%s): %s.", names, problem)
         return [layer for layer in layers if not layer.grouped]
 
+    @cached_property
+    def parameters(self) -> int:
+        """The number of the model's parameters: elements of the stored tensors that it uses."""
+        unused = set(self.unused)
+        tensors = self.checkpoint.tensors.values()
+        return sum(tensor.numel for tensor in tensors if tensor.name not in unused)
+
     def coverage(self, targets: list[Target], tower: str = "language") -> TargetsRecord:
         """The share of the model, or of its chosen tower, that these targets cover; nothing is
         pruned yet.
@@ -384,7 +392,7 @@ class Architecture:
         weights_there = sum(blocks[name][1] for name in unreachable)
         dense = sorted(self._dense_towers(tower).items(), key=lambda item: -item[1])
         weights = sum(target.matrix.numel for target in targets)
-        parameters = self.checkpoint.parameters
+        parameters = self.parameters
         return TargetsRecord(
             matrices=len(targets),
             matrices_outside=len(targets) - len(inside),
@@ -466,9 +474,7 @@ class Architecture:
             if not self._includes(tower, self.towers[root])
         }
         if self.towers and not self._includes(tower, "language"):
-            dense[self.language or "language model"] = self.checkpoint.parameters - sum(
-                sizes.values()
-            )
+            dense[self.language or "language model"] = self.parameters - sum(sizes.values())
         return dense
 
     def _check_tower(self, tower: str) -> None:
@@ -633,11 +639,11 @@ def conventional(checkpoint: Checkpoint, blocks: str | None = None) -> Architect
             layers.append(Layer(f"{LLAMA_BLOCKS}.{block}.{role}", purpose, block))
     layers.append(Layer(LLAMA_HEAD, "head", None))
     head = f"{LLAMA_HEAD}.weight"
-    tied = config.get("tie_word_embeddings") is True and head not in shapes
+    tied = config.get("tie_word_embeddings") is True
     matrices = {
         layer.parameter: shape_of[layer.leaf]
         for layer in layers
-        if layer.purpose != "head" or not tied
+        if layer.purpose != "head" or not tied or head in shapes
     }
     norm = f"{LLAMA_NORM}.weight"
     if norm not in shapes or not matrices.items() <= shapes.items():
@@ -657,7 +663,8 @@ def conventional(checkpoint: Checkpoint, blocks: str | None = None) -> Architect
     block_shapes = {
         name: shape for name, shape in shapes.items() if name.startswith(f"{LLAMA_BLOCKS}.")
     }
-    return Architecture(checkpoint, layers, stored_names, block_shapes)
+    unused = [head] if tied and head in shapes else []
+    return Architecture(checkpoint, layers, stored_names, block_shapes, unused=unused)
 
 
 def _llama_shapes(config: dict[str, Any]) -> dict[str, Shape] | None:

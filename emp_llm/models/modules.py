@@ -524,7 +524,7 @@ class StoredNames:
         names: parameter or buffer -> stored tensor, for those stored one to one.
         experts: the layer and the stored matrix of each matrix of an expert, in the model's order.
         missing: parameters without a counterpart in the checkpoint.
-        unused: stored tensors that are no part of the model.
+        unused: stored tensors that are no part of the model, and further copies of tied weights.
     """
 
     names: dict[str, str]
@@ -583,8 +583,12 @@ def find_names(
     # offloaded them.
     tied = getattr(model, "all_tied_weights_keys", {})  # name -> the weight that it is tied to
     stored_as: dict[Any, str] = {}
+    copies = []
     for name, key in names.items():
-        stored_as[tied.get(name, name)] = stored_as[id(values[name])] = key
+        weight = tied.get(name, name)
+        if stored_as.get(weight, key) != key or stored_as.get(id(values[name]), key) != key:
+            copies.append(key)
+        stored_as[weight] = stored_as[id(values[name])] = key
     for name, parameter in parameters.items():
         stored = stored_as.get(tied.get(name, name)) or stored_as.get(id(parameter))
         if name not in names and stored is not None:
@@ -598,9 +602,9 @@ def find_names(
     unused = [key for key in renamed if key not in used]
     # A tensor of unknown use may become an absent parameter by an unsupported conversion.
     if not_ignored(model, "unexpected", unused):
-        return StoredNames(names, experts, [], unused)
+        return StoredNames(names, experts, [], unused + copies)
     absent = (name for name in parameters if name not in names and name not in pieces)
-    return StoredNames(names, experts, not_ignored(model, "missing", absent), unused)
+    return StoredNames(names, experts, not_ignored(model, "missing", absent), unused + copies)
 
 
 def not_ignored(model: nn.Module, problem: str, names: Iterable[str]) -> list[str]:

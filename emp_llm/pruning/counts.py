@@ -334,7 +334,7 @@ def entry_of(
         targets=targets_record(outcomes, coverage, pruner),
         sizes=sizes_record(outcomes, checkpoint, updated=False),
         matrices=matrices,
-        curve=curve_points(betas, kept, weights, checkpoint.parameters),
+        curve=curve_points(betas, kept, weights, coverage.parameters or 1),
         warnings=warnings_of(matrices, pruner),
     )
 
@@ -635,7 +635,7 @@ def _number(text: str, unit: str, flag: str, example: str) -> float:
 
 
 def with_budget(
-    recipe: Recipe, budget: Budget, checkpoint: Checkpoint, targets: list[Target]
+    recipe: Recipe, budget: Budget, architecture: Architecture, targets: list[Target]
 ) -> Recipe:
     """The recipe with the lowest sparsity whose weights keep to a budget: parameters that are not
     zero, or packed bytes.
@@ -643,8 +643,9 @@ def with_budget(
     Raises:
         UserError: the dense model keeps to it, or no sparsity does.
     """
-    rest = checkpoint.parameters - sum(target.matrix.numel for target in targets)
-    others = sum(tensor.end - tensor.start + _HEADER for tensor in checkpoint.tensors.values())
+    rest = architecture.parameters - sum(target.matrix.numel for target in targets)
+    stored = architecture.checkpoint.tensors.values()
+    others = sum(tensor.end - tensor.start + _HEADER for tensor in stored)
     others -= sum(target.matrix.numel * word_bytes(target.matrix.stored) for target in targets)
     adaptive = recipe.adaptive
     steps = 1_000_000

@@ -144,7 +144,7 @@ def with_curve(plan: DryRun, scores: Scores, propagate: str, headers_only: bool)
         )
         weights = sum(target.matrix.numel for target in scores.targets)
         kept = count_at_betas(scores, betas)
-        curve = curve_points(betas, kept, weights, scores.checkpoint.parameters)
+        curve = curve_points(betas, kept, weights, plan.coverage.parameters or 1)
     return replace(plan, recipe=name, curve=curve)
 
 
@@ -166,7 +166,7 @@ def healing_notes(
         return [f"heal: {heal.minutes:g} min of steps of 4 x {length} tokens; {after}"]
     steps = heal.steps
     device = torch.device(plan.device)
-    operations = (10 if plan.checkpointing else 8) * checkpoint.parameters * steps * 4 * length
+    operations = (10 if plan.checkpointing else 8) * checkpoint.elements * steps * 4 * length
     minutes = max(1, round(operations / operations_a_second(device) / 60))
     return [
         f"heal: {count_of(steps, 'step')} of 4 x {length} tokens, about {minutes} min on "

@@ -330,7 +330,7 @@ def _within_budgets(
             taken = max(good)
             sizes = sizes_record(outcomes[taken], checkpoint, updated=False)
             entry.point = points[taken]
-            entry.parameters = checkpoint.parameters - sum(
+            entry.parameters = (curve.run.chosen.coverage.parameters or 0) - sum(
                 outcome.zeros for outcome in outcomes[taken].of_targets
             )
             entry.packed_bytes = sizes.packed

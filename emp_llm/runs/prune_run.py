@@ -643,7 +643,7 @@ def find_weights(inputs: Inputs) -> tuple[PruneRun, Scores]:
     trust = options.trust_remote_code
     chosen = targets_of_folder(source.folder, source.name, recipe, trust, norms is None)
     if budget is not None:
-        recipe = with_budget(recipe, budget, chosen.checkpoint, chosen.targets)
+        recipe = with_budget(recipe, budget, chosen.architecture, chosen.targets)
         logger.info("%s is a sparsity of %.4f of the targets.", budget.flag, recipe.counts.sparsity)
     scores = scores_of(chosen, recipe, chosen.checkpoint.config)
     if norms is not None:

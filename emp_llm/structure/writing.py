@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain, groupby
@@ -73,13 +73,20 @@ def cuts_of(model: UnitModel, choices: Sequence[Choice], remove: bool) -> Cuts:
 
 
 def size_of(model: UnitModel, choices: Sequence[Choice]) -> tuple[int, int]:
-    """(elements, bytes) of all tensors if only some units stay; without choices, of the dense
-    model.
+    """(parameters, bytes) of the model if only some units stay; without choices, of the dense
+    model. Stored tensors that it does not use are not counted.
     """
-    cuts = cuts_of(model, choices, remove=True)
+    unused = set(model.architecture.unused)
+    tensors = model.checkpoint.tensors.values()
+    used = [tensor for tensor in tensors if tensor.name not in unused]
+    return _stored_size(used, cuts_of(model, choices, remove=True))
+
+
+def _stored_size(tensors: Iterable[StoredTensor], cuts: Cuts) -> tuple[int, int]:
+    """(elements, bytes) of what stays of tensors."""
     elements = 0
     size = 0
-    for tensor in model.checkpoint.tensors.values():
+    for tensor in tensors:
         left = cuts.elements(tensor)
         elements += left
         size += left * BITS[tensor.dtype] // 8
@@ -132,7 +139,7 @@ def write_smaller_checkpoint(
         if changes is not None and str(relative) == "config.json":
             write_json(path, changed_config(read_json(source), changes))
         elif remove and str(relative) == INDEX_NAME:
-            write_json(path, _smaller_index(source, cuts, size_of(model, choices)))
+            write_json(path, _smaller_index(source, checkpoint, cuts))
         else:
             shutil.copyfile(source, path)
     hashes = out.intact("shards", folder, [shard.name for shard in checkpoint.shards])
@@ -154,11 +161,11 @@ def write_smaller_checkpoint(
     return hashes
 
 
-def _smaller_index(source: Path, cuts: Cuts, sizes: tuple[int, int]) -> dict[str, Any]:
-    """The index of shards without the removed tensors; `sizes` are those of `size_of`."""
+def _smaller_index(source: Path, checkpoint: Checkpoint, cuts: Cuts) -> dict[str, Any]:
+    """The index of shards without the removed tensors."""
     index: dict[str, Any] = read_json(source, limit=INDEX_LIMIT)
     metadata = index.get("metadata") or {}
-    parameters, size = sizes
+    parameters, size = _stored_size(checkpoint.tensors.values(), cuts)
     known = {"total_size": size, "total_parameters": parameters}
     new = {name: value for name, value in known.items() if name in metadata}
     named = {cuts.new_name(name): shard for name, shard in index["weight_map"].items()}
