@@ -117,17 +117,17 @@ def checked_at(pruned: float, **options: Any) -> list[str]:
     [
         ({}, "--method emp-admm --refit, --order 1 or --loss 2%"),
         ({"method": "emp-wanda", "order": 1.0}, "--method emp-admm --refit or --loss 2%"),
-        ({"method": "wanda"}, "--method emp-admm --refit, a lower --sparsity or --loss 2%"),
+        ({"method": "wanda"}, "--method emp-admm --refit, removing less or --loss 2%"),
         ({"method": "magnitude", "pattern": "2:4"}, "--method admm --refit or --loss 2%"),
         ({"method": "emp-admm", "refit": True}, "--heal, --order 1 or --loss 2%"),
         ({"method": "best", "pattern": "2:4"}, "cost less: --loss 2%"),
-        ({"method": "wanda", "shares": "cost"}, "--method admm --refit or a lower --sparsity"),
-        ({"method": "best", "sparsity": 0.6}, "a lower --sparsity or --loss 2%"),
+        ({"method": "wanda", "shares": "cost"}, "--method admm --refit or removing less"),
+        ({"method": "best", "sparsity": 0.6}, "removing less or --loss 2%"),
         (
             {"method": "emp-cosine", "structure": "layers", "sparsity": 0.5},
-            "--refit, a lower --sparsity or --loss 2%",
+            "--refit, removing less or --loss 2%",
         ),
-        ({"method": "wanda", "structure": "neurons"}, "--refit, a lower --sparsity or --loss 2%"),
+        ({"method": "wanda", "structure": "neurons"}, "--refit, removing less or --loss 2%"),
         (
             {"structure": "neurons", "beta": 1},
             "--method emp-taylor --refit, --order 1 or --loss 2%",
@@ -137,7 +137,7 @@ def checked_at(pruned: float, **options: Any) -> list[str]:
             "--method emp-taylor, --order 1 or --loss 2%",
         ),
         ({"structure": "both", "method": "emp-taylor"}, "--refit, --order 1 or --loss 2%"),
-        ({"structure": "layers", "method": "cosine"}, "--refit, a lower --sparsity or --loss 2%"),
+        ({"structure": "layers", "method": "cosine"}, "--refit, removing less or --loss 2%"),
     ],
 )
 def test_a_large_rise_names_what_costs_less(options: dict[str, Any], cheaper: str) -> None:
@@ -205,8 +205,9 @@ def test_where_nothing_is_measured(
         match=r"--check measures text after that of the calibration, and this run reads none",
     ):
         checked("asked for", method="magnitude", check=True)
-    with pytest.raises(UserError, match=r"--check: --evaluate measures both models"):
-        checked("asked for", check=True, evaluate="demo", **how)
+    for dry_run in (False, True):
+        with pytest.raises(UserError, match=r"--check: --evaluate measures both models"):
+            checked("asked for", check=True, evaluate="demo", dry_run=dry_run, **how)
 
     def fail(*_: Any, **__: Any) -> None:
         raise UserError("the model's loss is not finite")

@@ -396,7 +396,7 @@ def advice(recipe: Recipe, dense: float, pruned: float) -> list[str]:
         return []
     flags = cheaper(recipe)
     if recipe.counts.sparsity is not None:
-        flags.append("a lower --sparsity")
+        flags.append("removing less")
     if getattr(recipe.counts, "shares", None) is None:
         flags.append("--loss 2%")
     listed = f"{', '.join(flags[:-1])} or {flags[-1]}" if len(flags) > 1 else flags[0]

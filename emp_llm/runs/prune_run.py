@@ -230,9 +230,9 @@ def make_run(
     text = deciding = suite = baseline = None
     held_out = None if inputs.search is None else inputs.search.tokens
     signature: dict[str, Any] = {}
+    if inputs.search is None:
+        check_wanted(options, inputs.given, inputs.reads_text)
     if not options.dry_run:
-        if inputs.search is None:
-            check_wanted(options, inputs.given, inputs.reads_text)
         made_of = made_of or {}
         output = partial(open_output, inputs, checkpoint)
         if recipe.heal is not None and recipe.heal.minutes is not None:

@@ -58,8 +58,8 @@ class Parts(Units):
     """
 
     refusal = (
-        "config.json cannot say these numbers of {units.kind} of {units.role}{why}. Give another "
-        "amount, or keep all shapes and set the removed ones to zero: --keep-shapes."
+        "config.json cannot say these numbers of {units.kind} of {units.role}{why}. {another}Keep "
+        "all shapes and set the removed ones to zero: --keep-shapes."
     )
     layers: ClassVar[Purpose]
     missing: ClassVar[str]
@@ -407,7 +407,7 @@ class Neurons(Parts):
                 return {name: number, "block_auto_adjust_ff_dim": False}
             if width is None or width == len(self):  # None: left to the default of the model
                 return {name: number}
-        raise RefusedError(self.refusal.format(units=self, why=""))
+        raise RefusedError(self.refusal.format(units=self, why="", another=""))
 
 
 def _role_of_experts(model: UnitModel, shared: str) -> str:
@@ -463,7 +463,7 @@ class Heads(Parts):
         "cannot be pruned. Please report the class of the model, and use --structure neurons."
     )
 
-    refusal = Parts.refusal.replace("or keep", "use --structure neurons, or keep")
+    refusal = Parts.refusal.replace("Keep", "Use --structure neurons, or keep")
 
     heads: int
     keys: int

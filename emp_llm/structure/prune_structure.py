@@ -173,6 +173,8 @@ def find_units(inputs: Inputs, structure: Structure) -> tuple[PruneRun, UnitMode
         if isinstance(recipe.counts, Share) and structure.group != "all":
             # Sizes do not depend on scores, which may take long: raises if none is small enough.
             _within(budget, recipe, model, [np.ones(len(units)) for units in model.units])
+    if not structure.keep_shapes:
+        _check_config(model, recipe)
     matched = _match(recipe)
     if matched is not None:
         made_of["matched"] = [[*role, *counts] for role, counts in matched.items()]
@@ -185,6 +187,27 @@ def find_units(inputs: Inputs, structure: Structure) -> tuple[PruneRun, UnitMode
     coverage = model.architecture.coverage(model.targets)
     chosen = Chosen(model.architecture, model.targets, coverage)
     return make_run(inputs, recipe, chosen, made_of), model
+
+
+def _check_config(model: UnitModel, recipe: Recipe) -> None:
+    """Raise RefusedError if config.json can say no lower number of heads or neurons at all. Scores,
+    which may take long, decide only which of them go.
+    """
+    ones = [np.ones(len(units)) for units in model.units]
+    steps = min([len(parts) for parts in Parts.among(model.units) if len(parts) > 1], default=0)
+    steps = min(steps, _FEW)
+    refusal = None
+    for gone in range(1, steps):
+        try:
+            choices, _ = choose_units(model.units, ones, recipe.but(counts=Share(gone / steps)))
+        except UserError:  # fewer than a token needs
+            continue
+        cuts = cuts_of(model, choices, remove=True)
+        if model.config_of(cuts) is not None:
+            return
+        refusal = refusal or _refusal(model, choices, cuts, another="")
+    if refusal is not None:
+        raise refusal
 
 
 def sparsities_of_units(inputs: Inputs, structure: Structure) -> list[float]:
@@ -366,7 +389,12 @@ def _decide(run: PruneRun, model: UnitModel, feature: Feature | None = None) -> 
     return Decision(recipe, beta, choices, changes)
 
 
-def _refusal(model: UnitModel, choices: Sequence[Choice], cuts: Cuts) -> RefusedError:
+def _refusal(
+    model: UnitModel,
+    choices: Sequence[Choice],
+    cuts: Cuts,
+    another: str = "Another amount may fit. ",
+) -> RefusedError:
     """The error if no change of config.json gives the smaller model."""
     fewer = [choice for choice in choices if len(choice.kept) < len(choice.units)]
     choice = fewer[0]
@@ -386,6 +414,7 @@ def _refusal(model: UnitModel, choices: Sequence[Choice], cuts: Cuts) -> Refused
             total=len(choice.units),
             model=type(model.skeleton).__name__,
             why=why,
+            another=another,
         )
     )
 
