@@ -339,6 +339,12 @@ def test_wrong_runs_are_refused_in_one_sentence(
     assert not (tmp_path / "out").exists()
 
 
+def test_no_input_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none is given. Name outputs of prune, sweep, bench or"):
+        report([], output=tmp_path / "out", no_plots=True)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_missing_input_is_named_before_the_output(
     runs: Path, command: Run, tmp_path: Path
 ) -> None:

@@ -420,6 +420,7 @@ def test_zstd_float16_and_damage(tmp_path: Path) -> None:
         ("bench {} --batch-sizes 1,1", "expected different whole numbers from 1 on"),
         ("bench {} --batch-sizes 0.5", "expected different whole numbers from 1 on"),
         ("bench {} --batch-sizes a", "expected numbers separated by commas"),
+        ("bench {} --batch-sizes 1e12 --prompt-tokens 8", "8,000,000,000,000 tokens at once"),
     ],
 )
 def test_wrong_input(

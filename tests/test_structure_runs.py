@@ -592,7 +592,7 @@ def test_report_and_dry_run(models: Any, tmp_path: Path) -> None:
     prune(str(source), output=out, sparsity=0.5, **options)
     report([out], output=tmp_path / "page", no_plots=True, quiet=True)
     page = (tmp_path / "page" / "report.md").read_text()
-    assert "| out | magnitude, uniform rows, structure both |" in page
+    assert "| out | magnitude, structure both |" in page
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -652,6 +652,17 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "scores heads and neurons, not weights. Add --structure",
     ),
     ({"structure": None, "keep_shapes": True}, "--keep-shapes has no effect without --structure"),
+    ({"allow_partial": True, "sparsity": 0.5}, "--allow-partial does not go with --structure"),
+    (
+        {"method": "fisher", "sparsity": 0.5, "min_expert_tokens": 5},
+        "--min-expert-tokens with --structure neurons is for a refit. Add --refit",
+    ),
+    ({"parameters": 0, "method": "magnitude"}, "--parameters 0: give more than 0, such as 6e9"),
+    ({"memory": "1KB", "method": "magnitude"}, " kB ("),
+    (
+        {"method": "magnitude", "sparsity": 0.5, "seed": 2**32},
+        "--seed must be at least 0 and at most 4294967295, got 4294967296",
+    ),
 ]
 
 
@@ -755,6 +766,7 @@ def test_a_share_of_few_layers_is_told(tmp_path: Path, command: Any) -> None:
     assert "with 4 of 6 layers (--sparsity 0.34)" in planned
     assert "rounded" not in planned
     planned = command(*line, "--parameters", "1.9e6", "--method", "cosine", "--dry-run").stdout
-    assert "with 3 of 6 layers: " in planned
+    assert "with 3 of 6 layers (--parameters 1.9e6): " in planned
+    assert "rounded" not in planned
     text = ["--calibration", "demo", "--samples", 2, "--seqlen", 32]
     assert f"warning: {told}" in command(*line, "--sparsity", 0.3, *text).stderr

@@ -84,6 +84,24 @@ def test_methods_that_move_weights(models: Models, tmp_path: Path) -> None:
         planned(models, tmp_path / "none", methods="magnitude", prune_options="--refit")
 
 
+def test_methods_of_units(models: Models, tmp_path: Path) -> None:
+    study = planned(
+        models,
+        tmp_path,
+        methods="wanda,fisher",
+        sparsities="0.25",
+        prune_options="--structure neurons --refit",
+    )
+    assert prunes(study) == {
+        f"{method}-0.25": f"--method {method} --sparsity 0.25 --structure neurons --refit"
+        for method in ("wanda", "fisher")
+    }
+    assert {point.gpus for point in study.points} == {None}  # the model runs
+    with pytest.raises(UserError, match=r"it holds a model. Name another folder"):
+        planned(models, models("llama"), methods="wanda")
+    assert not (models("llama") / "study.yaml").exists()
+
+
 def test_a_text_that_the_model_writes_is_written_once(models: Models, tmp_path: Path) -> None:
     """All jobs that need it come after the calibration, which writes it."""
     how = {"methods": "wanda,magnitude", "prune_options": "--refit"}
@@ -126,10 +144,18 @@ def test_the_papers_table_is_planned_without_a_network(
     ("options", "message"),
     [
         ({"models": None}, "--models is missing"),
+        ({"models": []}, "--models is missing"),
+        *(({name: ""}, f"--{name} is empty") for name in ("models", "methods", "suite", "betas")),
+        ({"methods": "best"}, "best is for prune. It is emp-admm with a refit and healing"),
+        ({"methods": "fisher"}, "Add --structure"),
+        (
+            {"prune_options": "--structure neurons --parameters 9e9"},
+            "a plan sets how much goes at each point. Leave out --parameters, and give --spars",
+        ),
         ({"methods": "wandaa"}, "'wandaa' is not one of"),
         ({"betas": "x", "methods": "emp-wanda"}, "--betas 'x': expected numbers"),
         ({"betas": "1", "methods": "wanda"}, "--betas is for emp methods"),
-        ({"methods": "wanda", "prune_options": "--beta 1"}, "--beta does not go with method wanda"),
+        ({"methods": "wanda", "prune_options": "--beta 1"}, "Leave out --beta, and give"),
         ({"evaluate_options": "--suite 'demo"}, "--evaluate-options .*No closing quotation"),
         ({"suite": "none-such"}, "none-such"),
         ({"models": "no/such/folder"}, "no/such/folder"),

@@ -200,6 +200,24 @@ def test_wrong_input(models: Models, sound: Path, llama_norms: Path, tmp_path: P
     )
     with pytest.raises(UserError, match=r"other\.safetensors: not the norms that decided"):
         verify(sound, source=source, activations=other)
+    units = {"structure": "neurons", "method": "magnitude", "sparsity": 0.5}
+    prune(source, output=tmp_path / "small", **units)
+    prune(source, output=tmp_path / "zeros", method="magnitude")
+    for name, folder in (
+        ("activations", "small"),
+        ("activations", "zeros"),
+        ("criterion", "small"),
+        ("criterion", "zeros"),
+        ("scores", "zeros"),
+        ("all_rows", "small"),
+    ):
+        flag = name.replace("_", "-")
+        how = "--structure neurons --method" if folder == "small" else "--method"
+        with pytest.raises(
+            UserError, match=f"--{flag} has no effect: .*{folder} was pruned by {how} magnitude"
+        ):
+            verify(tmp_path / folder, source=source, **{name: True if "rows" in name else "x"})
+    verify(tmp_path / "zeros", source=source, all_rows=True)
     out = tmp_path / "out"
     prune(model=source, output=out, method="wanda", activations=llama_norms)
     with pytest.raises(

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 TEXT = "demo/heldout.txt"  # of eval/
+_MOST = 2**24  # tokens of prompts at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,6 +287,11 @@ def _prompts(
         )
     text = (data_folder("eval") / TEXT).read_text(encoding="utf-8")
     number = sequences * options.prompt_tokens
+    if number > _MOST:
+        raise UserError(
+            f"--batch-sizes and --prompt-tokens ask for {number:,} tokens at once, and at most "
+            f"{_MOST:,} are measured. Lower them."
+        )
     try:
         tokenizer = load_tokenizer(folder, options.trust_remote_code)
     except UserError:

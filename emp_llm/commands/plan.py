@@ -43,6 +43,9 @@ def plan(options: PlanOptions) -> PlanSummary:
     options = with_table(options)
     study = study_of(options, named_models(options.models or []), options_from)
     folder = options.output
+    for model in study.models:
+        if folder.resolve() == Path(model.model).resolve():
+            raise UserError(f"--output {folder}: it holds a model. Name another folder.")
     text = study_text(study)
     files = {STUDY_NAME: text}
     room = Path(__file__).parents[1] / "study"

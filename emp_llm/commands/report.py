@@ -6,7 +6,7 @@ from typing import Annotated
 
 from emp_llm.cli import command
 from emp_llm.common.declared import Flag
-from emp_llm.common.errors import count_of
+from emp_llm.common.errors import UserError, count_of
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ def report(
     from emp_llm.study.plan import STUDY_NAME, read_study
     from emp_llm.study.tables import study_markdown, study_results, study_text
 
+    if not runs:
+        raise UserError("RUNS: none is given. Name outputs of prune, sweep, bench or evaluate.")
     study = runs[0] if len(runs) == 1 and (runs[0] / STUDY_NAME).is_file() else None
     output = output or (Path("report") if study is None else study / "tables")
     results = None if study is None else study_results(study, read_study(study), against)

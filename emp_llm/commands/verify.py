@@ -21,7 +21,7 @@ from emp_llm.common.paths import (
 )
 from emp_llm.models.local_model import find_model
 from emp_llm.options.criterion import criterion_origin
-from emp_llm.options.recipe import Given, Own, Score
+from emp_llm.options.recipe import Given, Own, Recipe, Score
 from emp_llm.options.shared import TrustRemoteCode
 from emp_llm.records.run_report import Manifest
 
@@ -135,17 +135,12 @@ def _is_trained(folder: Path) -> bool:
 def _check_masks_of(masks: Path, pruned: Checkpoint, findings: "Findings") -> None:
     """Check that every zero in the targets of a pruned folder is zero."""
     from emp_llm.models.architecture import Architecture
-    from emp_llm.models.masks import Masks
+    from emp_llm.models.masks import Masks, check_has_masks
     from emp_llm.pruning.verification import check_zeros
     from emp_llm.records.run_report import read_report
 
     report = read_report(masks)
-    units = report.recipe.structure
-    if units is not None and not units.keep_shapes:
-        raise UserError(
-            f"--masks {masks}: it lacks whole {units.units}, and has no zeros. "
-            "Compare with the dense model: --source"
-        )
+    check_has_masks(masks, report.recipe)
     scope = report.recipe.targets
     try:
         targets = Architecture.of_checkpoint(pruned, scope.blocks).targets_of(scope)
@@ -169,6 +164,7 @@ def _check_against(
 
     dense = Checkpoint(find_model(source, options.revision, options.trust_remote_code).folder)
     asked = manifest.recipe
+    _check_used(options, asked)
     trained = _is_trained(pruned.folder)
     if asked.moves and not trained:
         state = "refitted" if asked.update is not None and asked.update.refit else "updated"
@@ -235,6 +231,27 @@ def _check_against(
         raise UserError(
             f"{path}: it does not record how the masks were decided ({error})."
         ) from error
+
+
+def _check_used(options: VerifyOptions, recipe: Recipe) -> None:
+    """Raise UserError for an option of scores or masks that the run's recipe does not use."""
+    units = recipe.structure is not None
+    norms = recipe.name == "wanda" if units else recipe.needs_activations
+    used = {
+        "activations": norms,
+        "criterion": isinstance(recipe.score, Own),
+        "scores": isinstance(recipe.score, Given),
+        "all_rows": not units,
+    }
+    for name, is_used in used.items():
+        if getattr(options, name) not in (None, False) and not is_used:
+            flag = name.replace("_", "-")
+            how = f"--method {recipe.method}"
+            if recipe.structure is not None:
+                how = f"--structure {recipe.structure.units} {how}"
+            raise UserError(
+                f"--{flag} has no effect: {options.folder} was pruned by {how}. Leave it out."
+            )
 
 
 def _check_units(

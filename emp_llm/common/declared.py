@@ -76,7 +76,8 @@ class Flag:
         )
         percent = self.below == 1 and 5 <= value < 100
         hint = f" It is a fraction: did you mean {value / 100:g}?" if percent else ""
-        raise UserError(f"{flag} must be {rule}, got {value:g}.{hint}")
+        got = value if isinstance(value, int) else f"{value:g}"
+        raise UserError(f"{flag} must be {rule}, got {got}.{hint}")
 
 
 class Option(NamedTuple):

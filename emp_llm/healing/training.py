@@ -213,7 +213,8 @@ def text_to_heal(
     training = sequences_for(steps)
     text = data_in_memory(data, tokenizer, options, models[0].config, training)
     if text is None:
-        raise UserError("data: healing trains on text alone; give texts or token ids, not batches.")
+        given = "" if data is None or data == [] else ", not batches"
+        raise UserError(f"data: healing trains on text alone; give texts or token ids{given}.")
     check_healable(models[0].config.to_dict())
     check_trains(*text.tokens.shape)
     if any(is_offloaded(model) for model in models):

@@ -37,6 +37,7 @@ _OF_WEIGHTS = (
     "group",
     "propagate",
     "mask_device",
+    "allow_partial",
 )
 
 
@@ -126,6 +127,11 @@ def check_recipe(words: RecipeWords, options: PruneOptions, given: GivenOptions)
     structure = recipe.structure
     if structure is not None:
         _check_structured(recipe, structure, options)
+        if "min_expert_tokens" in given and recipe.update is None:
+            raise UserError(
+                f"--min-expert-tokens with --structure {structure.units} is for a refit. Add "
+                "--refit, or leave it out."
+            )
     if options.parameters is not None or options.memory is not None:
         for name in ("sparsity", "pattern", "match", "beta", "neff_dtype"):
             if name in given:

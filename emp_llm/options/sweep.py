@@ -153,8 +153,8 @@ def _methods(options: SweepOptions, shared: RecipeWords) -> list[str]:
     methods = parse_list(options.methods or defaults, "--methods")
     if "best" in methods:
         raise UserError(
-            "--methods: best is for prune; plan --methods emp-admm --prune-options "
-            "'--refit --heal'."
+            "--methods: best is for prune. It is emp-admm with a refit and healing: name emp-admm, "
+            "and give --refit and --heal as options of every prune."
         )
     for method in methods:
         shared.but(method=method).read(unused=tuple(shared), flag="--methods:")

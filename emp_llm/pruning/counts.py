@@ -615,7 +615,9 @@ class Budget:
         return high
 
     def _words(self, size: tuple[int, int]) -> str:
-        return f"{size[0]:,} parameters" if self.parameters is not None else format_bytes(size[1])
+        if self.parameters is not None:
+            return f"{size[0]:,} parameters"
+        return f"{format_bytes(size[1])} ({size[1]:,} bytes)"
 
 
 def _number(text: str, unit: str, flag: str, example: str) -> float:
@@ -626,6 +628,8 @@ def _number(text: str, unit: str, flag: str, example: str) -> float:
     except (TypeError, ValueError):
         hint = f" A share is --sparsity {text.strip()}." if text.strip().endswith("%") else ""
         raise UserError(f"{flag} {text!r} is not a size such as {example}.{hint}") from None
+    if value == 0:
+        raise UserError(f"{flag} {text}: give more than 0, such as {example}.")
     if not units and value < _LEAST:
         unit = "B" if flag == "--parameters" else "GB"
         raise UserError(f"{flag} {text} has no unit. Did you mean {text.strip()}{unit}?")

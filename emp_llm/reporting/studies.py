@@ -110,7 +110,7 @@ class Point:
         elif self.match == "matrix":
             words = [f"{name}, same total per matrix"]
         else:
-            words = [f"{name}, uniform rows"]
+            words = [name if self.recipe.structure else f"{name}, uniform rows"]
         return ", ".join(words + ([self.variant] if self.variant else []))
 
     def agrees_with(self, other: "Point") -> bool:

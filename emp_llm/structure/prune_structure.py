@@ -250,9 +250,23 @@ def plan_units(run: PruneRun, model: UnitModel) -> DryRun:
     if ranks().main and by_weights and given and "loss" not in given:
         notes += _decision_lines(_decide(run, model))
     elif ranks().main and not model.structure.keep_shapes:
-        asked = run.recipe.counts.sparsity if "sparsity" in given else None
-        notes += _sizes_by_share(model, run.recipe, asked or 0.0)
+        notes += _sizes_by_share(model, *_asked(run, model))
     return replace(plan, notes=[*notes, *plan.notes])
+
+
+def _asked(run: PruneRun, model: UnitModel) -> tuple[Recipe, str]:
+    """The recipe whose sparsity is asked for, and the option that asks; an empty one if what goes
+    depends on scores.
+    """
+    recipe = run.recipe
+    if "sparsity" in run.inputs.given:
+        return recipe, f"--sparsity {recipe.counts.sparsity:g}"
+    budget = Budget.of(run.options.parameters, run.options.memory)
+    if budget is None or model.structure.group == "all" or not isinstance(recipe.counts, Share):
+        return recipe, ""
+    return _within(budget, recipe, model, [np.ones(len(units)) for units in model.units]), (
+        budget.flag
+    )
 
 
 def prune_units(run: PruneRun, model: UnitModel) -> RunReport:
@@ -564,10 +578,11 @@ def _units_line(every: Sequence[Units]) -> str:
     return f"found: {'; '.join(lines)}"
 
 
-def _sizes_by_share(model: UnitModel, recipe: Recipe, asked: float) -> list[str]:
-    """The size of the model with each number of its units, or with some shares of many; and what a
-    sparsity that is asked for removes, if it is not 0. They do not depend on scores.
+def _sizes_by_share(model: UnitModel, recipe: Recipe, flag: str) -> list[str]:
+    """The size of the model with each number of its units, or with some shares of many; and what
+    the sparsity of the recipe removes, if an option asks for it. They do not depend on scores.
     """
+    asked = (recipe.counts.sparsity or 0.0) if flag else 0.0
     routed = any(experts.unreached(len(experts)) for experts in Experts.among(model.units))
     number = max(map(len, Parts.among(model.units)), default=len(model.units[0]))
     shares = [gone / number for gone in range(1, number)] if number <= _FEW else [0.25, 0.5, 0.75]
@@ -588,8 +603,8 @@ def _sizes_by_share(model: UnitModel, recipe: Recipe, asked: float) -> list[str]
             kinds.setdefault(each.units.noun or each.units.kind, each.record)
         said = " and ".join(f"{one.kept} of {one.units} {kind}" for kind, one in kinds.items())
         if share == asked:
-            said += f" (--sparsity {asked:g})"
-            remarks = _rounding(choices, by_share)
+            said += f" ({flag})"
+            remarks = _rounding(choices, by_share) if flag.startswith("--sparsity") else []
         size = format_bytes(cost.bytes)
         lines[cost.parameters] = f"with {said}: {cost.parameters:,} parameters{active}, {size}"
     return [*(lines[size] for size in sorted(lines, reverse=True)), *remarks]

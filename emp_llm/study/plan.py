@@ -28,7 +28,7 @@ from emp_llm.common.errors import UserError, quotable, reason
 from emp_llm.evaluation.results import find_suite
 from emp_llm.models.loading import NoModelClassError, build_skeleton
 from emp_llm.models.local_model import find_config
-from emp_llm.options.prune import check_recipe
+from emp_llm.options.prune import AMOUNTS, check_recipe
 from emp_llm.options.shared import TEXT, check_values, parse_list
 from emp_llm.options.sweep import (
     DEFAULT_SUITE,
@@ -149,7 +149,10 @@ def with_table(options: PlanOptions) -> PlanOptions:
             values[name] = given
     merged = PlanOptions(**values)
     check_values(merged)
-    if merged.models is None:
+    empty = next((name for name, value in vars(merged).items() if value == ""), None)
+    if empty is not None:
+        raise UserError(f"{flag_of(empty)} is empty. Give a value, or leave it out.")
+    if not merged.models:
         raise UserError("--models is missing; name model folders or Hub ids, separated by commas.")
     methods = merged.methods or METHODS
     adaptive = any(method.strip().startswith("emp-") for method in methods.split(","))
@@ -265,10 +268,20 @@ def study_of(
     evaluation += shlex.split(options.evaluate_options or "")
     _check_there("--evaluate-options", "evaluate", evaluation, parsed)
     calibration_corpora(options.calibration or TEXT, None, options.samples, options.seqlen)
+    asked = parsed("prune", ["--model", "model", *further]).groups
+    amounts = asked["given"] & AMOUNTS
+    if amounts:
+        flags = " and ".join(map(flag_of, sorted(amounts)))
+        raise UserError(
+            f"--prune-options: a plan sets how much goes at each point. Leave out {flags}, and "
+            "give --sparsities, --betas or --emp-sparsities."
+        )
+    units = asked["words"].get("structure")
     points = []
     texts = dict[str, None]()
     shared = {each.name: getattr(options, each.name) for each in fields(PointOptions)}
-    for point in plan_points(SweepOptions(**shared), RecipeWords()):
+    by_units = RecipeWords() if units is None else RecipeWords(structure=units)
+    for point in plan_points(SweepOptions(**shared), by_units):
         words = {name: point.words.get(name) for name in _OF_POINTS}
         words |= {"order": None if words["order"] == 2 else words["order"]}
         own = [*common, *_given(**words, targets=options.targets)]
