@@ -639,7 +639,9 @@ def conventional(checkpoint: Checkpoint, blocks: str | None = None) -> Architect
             layers.append(Layer(f"{LLAMA_BLOCKS}.{block}.{role}", purpose, block))
     layers.append(Layer(LLAMA_HEAD, "head", None))
     head = f"{LLAMA_HEAD}.weight"
-    tied = config.get("tie_word_embeddings") is True
+    tied = config.get("tie_word_embeddings")
+    if head in shapes and not isinstance(tied, bool):
+        return None  # only the class knows
     matrices = {
         layer.parameter: shape_of[layer.leaf]
         for layer in layers
