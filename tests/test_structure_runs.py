@@ -765,8 +765,11 @@ def test_a_share_of_few_layers_is_told(tmp_path: Path, command: Any) -> None:
     planned = command(*line, "--sparsity", 0.34, "--method", "cosine", "--dry-run").stdout
     assert "with 4 of 6 layers (--sparsity 0.34)" in planned
     assert "rounded" not in planned
-    planned = command(*line, "--parameters", "1.9e6", "--method", "cosine", "--dry-run").stdout
-    assert "with 3 of 6 layers (--parameters 1.9e6): " in planned
-    assert "rounded" not in planned
+    for method in ([], ["--method", "cosine"]):
+        planned = command(*line, "--parameters", "1.9e6", *method, "--dry-run").stdout
+        assert "with 3 of 6 layers (--parameters 1.9e6): " in planned
+        assert "rounded" not in planned
+        wrong = command(*line, "--parameters", "7e5", *method, "--dry-run", code=2).stderr
+        assert "--parameters 7e5: what cannot be removed has 700,992 parameters" in wrong
     text = ["--calibration", "demo", "--samples", 2, "--seqlen", 32]
     assert f"warning: {told}" in command(*line, "--sparsity", 0.3, *text).stderr

@@ -96,7 +96,22 @@ def test_methods_of_units(models: Models, tmp_path: Path) -> None:
         f"{method}-0.25": f"--method {method} --sparsity 0.25 --structure neurons --refit"
         for method in ("wanda", "fisher")
     }
-    assert {point.gpus for point in study.points} == {None}  # the model runs
+    layers = planned(
+        models,
+        tmp_path / "layers",
+        methods="cosine",
+        calibration="demo",
+        samples=4,
+        prune_options="--structure layers",
+    )
+    assert prunes(layers) == {
+        "cosine-0.5": "--method cosine --sparsity 0.5 --calibration demo --samples 4 "
+        "--structure layers"
+    }
+    given = {"methods": "magnitude", "prune_options": "--structure neurons"}
+    by_weights = planned(models, tmp_path / "by-weights", **given)
+    for each in (study, layers, by_weights):
+        assert {point.gpus for point in each.points} == {None}  # the model runs
     with pytest.raises(UserError, match=r"it holds a model. Name another folder"):
         planned(models, models("llama"), methods="wanda")
     assert not (models("llama") / "study.yaml").exists()

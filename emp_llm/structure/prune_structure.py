@@ -170,9 +170,9 @@ def find_units(inputs: Inputs, structure: Structure) -> tuple[PruneRun, UnitMode
     budget = Budget.of(options.parameters, options.memory)
     if budget is not None:
         made_of["budget"] = budget.flag
-        if isinstance(recipe.counts, Share) and structure.group != "all":
+        if structure.group != "all":
             # Sizes do not depend on scores, which may take long: raises if none is small enough.
-            _within(budget, recipe, model, [np.ones(len(units)) for units in model.units])
+            _within_by_share(budget, recipe, model)
     if not structure.keep_shapes:
         _check_config(model, recipe)
     matched = _match(recipe)
@@ -262,11 +262,10 @@ def _asked(run: PruneRun, model: UnitModel) -> tuple[Recipe, str]:
     if "sparsity" in run.inputs.given:
         return recipe, f"--sparsity {recipe.counts.sparsity:g}"
     budget = Budget.of(run.options.parameters, run.options.memory)
-    if budget is None or model.structure.group == "all" or not isinstance(recipe.counts, Share):
+    by_share = isinstance(recipe.counts, Share) or model.structure.units == "layers"
+    if budget is None or model.structure.group == "all" or not by_share:
         return recipe, ""
-    return _within(budget, recipe, model, [np.ones(len(units)) for units in model.units]), (
-        budget.flag
-    )
+    return _within_by_share(budget, recipe, model), budget.flag
 
 
 def prune_units(run: PruneRun, model: UnitModel) -> RunReport:
@@ -445,6 +444,12 @@ def _within(budget: Budget, recipe: Recipe, model: UnitModel, scores: Sequence[S
 
     fewest = sum(units.fewest for units in model.units)
     return recipe.at(budget.least(total - fewest, size_at) / total)
+
+
+def _within_by_share(budget: Budget, recipe: Recipe, model: UnitModel) -> Recipe:
+    """That of a fixed share, which no scores decide."""
+    ones = [np.ones(len(units)) for units in model.units]
+    return _within(budget, recipe.but(counts=Share()), model, ones)
 
 
 def _write(

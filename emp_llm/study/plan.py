@@ -295,20 +295,22 @@ def study_of(
         needs_norms = recipe.needs_activations and given.activations is None
         after: Literal["calibrate"] | None = None
         file = ""
-        runs_model = recipe.moves or (needs_norms and given.propagate != "dense")
+        reads_text = recipe.moves or recipe.sums_units
+        reads_text = reads_text or (needs_norms and given.propagate != "dense")
         mix = given.calibration or TEXT
-        if runs_model and generates(mix):
+        if reads_text and generates(mix):
             if mix != options.calibration:
                 raise UserError("--prune-options: give a text of the model itself to plan.")
             after = "calibrate"  # which writes the text; the others find it in the cache
-        if runs_model:
+        if reads_text:
             own += text
         elif needs_norms:
             after = "calibrate"
             file = f" --activations {_ACTIVATIONS}"
-        if runs_model or needs_norms:
+        if reads_text or needs_norms:
             texts[mix] = None
-        light = (None, None) if runs_model else (0, 2)
+        # A run without units loads its model to compare it with the dense one.
+        light = (None, None) if reads_text or recipe.structure is not None else (0, 2)
         prune = shlex.join([*own, *further]) + file
         points.append(StudyPoint(point.name, prune, after, *light))
     return Study(
