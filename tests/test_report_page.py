@@ -340,7 +340,7 @@ def test_wrong_runs_are_refused_in_one_sentence(
 
 
 def test_no_input_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"none is given. Name outputs of prune, sweep, bench or"):
+    with pytest.raises(UserError, match=r"No run is given. Name outputs of prune, sweep, bench or"):
         report([], output=tmp_path / "out", no_plots=True)
     assert not (tmp_path / "out").exists()
 

@@ -63,7 +63,7 @@ def report(
     from emp_llm.study.tables import study_markdown, study_results, study_text
 
     if not runs:
-        raise UserError("RUNS: none is given. Name outputs of prune, sweep, bench or evaluate.")
+        raise UserError("No run is given. Name outputs of prune, sweep, bench or evaluate.")
     study = runs[0] if len(runs) == 1 and (runs[0] / STUDY_NAME).is_file() else None
     output = output or (Path("report") if study is None else study / "tables")
     results = None if study is None else study_results(study, read_study(study), against)
