@@ -441,7 +441,7 @@ def test_the_lines_of_the_command(two_blocks: Path, tmp_path: Path, command: Any
 def test_too_little_for_a_single_unit(two_blocks: Path, tmp_path: Path, command: Any) -> None:
     """The least width that goes is the first point, and nothing is left to resume."""
     line = ["prune", two_blocks, "--calibration", "demo", "--samples", 8, "--seqlen", 64, "--quiet"]
-    line += ["--structure", "neurons", "--method", "magnitude", "--width-multiple", 64]
+    line += ["--structure", "neurons", "--method", "emp-magnitude", "--width-multiple", 64]
     found = command(*line, "--loss", "0.01%", "--output", tmp_path / "out", code=2)
     assert "--loss 0.01% removes nothing: the least that was tried goes beyond it (12.5 %: +" in (
         found.stderr

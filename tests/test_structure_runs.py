@@ -595,6 +595,19 @@ def test_report_and_dry_run(models: Any, tmp_path: Path) -> None:
     assert "| out | magnitude, structure both |" in page
 
 
+@pytest.mark.parametrize("method", ["emp-wanda", "emp-magnitude", "magnitude"])
+def test_sizes_of_both_kinds(method: str, models: Any, tmp_path: Path) -> None:
+    """Also where a layer has so few heads that a high sparsity is of neurons alone."""
+    how = {"structure": "both", "method": method, "width_multiple": 1}
+    how |= SHORT if "wanda" in method else {}
+    for most in (30_000, 27_000):
+        out = tmp_path / str(most)
+        report = prune(str(models("llama")), output=out, parameters=most, **how)
+        small = AutoModelForCausalLM.from_pretrained(out)
+        assert report.structure.pruned.parameters == small.num_parameters() <= most
+        assert small.num_parameters() > most - 4000
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"pattern": "2:4", "method": "magnitude"}, "--pattern does not go with --structure"),
     ({"group": "all"}, "--group does not go with --structure. Use --structure-group"),

@@ -549,8 +549,8 @@ class Budget:
     Attributes:
         flag: the option and its value, as the user wrote it.
         parameters: number of parameters; of weights, those that are not zero.
-        bytes: of all tensors in the dtypes of the checkpoint; of weights, in the packed format. One
-            of both is None.
+        bytes: of the tensors that the model uses, in the dtypes of the checkpoint; of weights, of
+            all tensors in the packed format. One of both is None.
     """
 
     flag: str

@@ -457,7 +457,7 @@ class _Search:
         points = sorted([*self._points().values(), *self._points(True).values()], key=_by_sparsity)
         curve = "; ".join(point.words for point in points if not point.removes_nothing)
         shutil.rmtree(self.work)
-        instead = cheaper(self.run.recipe)
+        instead = cheaper(self.run.recipe.at(points[-1].sparsity))
         structure = self.run.recipe.structure
         if structure is not None and (structure.width_multiple or 1) > 1:
             instead.append("a lower --width-multiple")

@@ -379,11 +379,7 @@ def _beta_of_units(counts: Counts, sums: Sequence[PowerSums]) -> float | None:
         return counts.in_force
     assert counts.sparsity is not None
     total = sum(group.size for group in sums)
-    kept = total - floor_count(counts.sparsity * total)
-    if kept < len(sums):
-        raise UserError(
-            f"--sparsity {counts.sparsity:g}: every layer keeps at least one unit. Lower it."
-        )
+    kept = max(total - floor_count(counts.sparsity * total), len(sums))  # one of each group
     return beta_keeping(
         kept, [(group.number().numpy(), group.total.numpy(), group.size) for group in sums]
     )
