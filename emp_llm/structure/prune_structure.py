@@ -447,7 +447,7 @@ def _within(budget: Budget, recipe: Recipe, model: UnitModel, scores: Sequence[S
 
 
 def _within_by_share(budget: Budget, recipe: Recipe, model: UnitModel) -> Recipe:
-    """That of a fixed share, which no scores decide."""
+    """The recipe of a fixed share that keeps to a budget; no scores decide it."""
     ones = [np.ones(len(units)) for units in model.units]
     return _within(budget, recipe.but(counts=Share()), model, ones)
 

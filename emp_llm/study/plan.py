@@ -149,7 +149,8 @@ def with_table(options: PlanOptions) -> PlanOptions:
             values[name] = given
     merged = PlanOptions(**values)
     check_values(merged)
-    empty = next((name for name, value in vars(merged).items() if value == ""), None)
+    values = {name: value for name, value in vars(merged).items() if not name.endswith("_options")}
+    empty = next((name for name, value in values.items() if value == ""), None)
     if empty is not None:
         raise UserError(f"{flag_of(empty)} is empty. Give a value, or leave it out.")
     if not merged.models:
