@@ -108,7 +108,7 @@ def test_a_budget_sets_how_much_goes(
     short_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trials, "costs_of_blocks", lambda *_: COSTS)
-    most = 0.9 * Checkpoint(short_demo).parameters
+    most = 0.9 * Checkpoint(short_demo).elements
     how = {"method": "wanda", "shares": "cost", "parameters": f"{most}", **TEXT}
     report = prune(short_demo, output=tmp_path / "out", **how)
     assert isinstance(report, RunReport)

@@ -135,12 +135,17 @@ def _is_trained(folder: Path) -> bool:
 def _check_masks_of(masks: Path, pruned: Checkpoint, findings: "Findings") -> None:
     """Check that every zero in the targets of a pruned folder is zero."""
     from emp_llm.models.architecture import Architecture
-    from emp_llm.models.masks import Masks, check_has_masks
+    from emp_llm.models.masks import Masks
     from emp_llm.pruning.verification import check_zeros
     from emp_llm.records.run_report import read_report
 
     report = read_report(masks)
-    check_has_masks(masks, report.recipe)
+    units = report.recipe.structure
+    if units is not None and not units.keep_shapes:
+        raise UserError(
+            f"--masks {masks}: it lacks whole {units.units}, and has no zeros. "
+            "Compare with the dense model: --source"
+        )
     scope = report.recipe.targets
     try:
         targets = Architecture.of_checkpoint(pruned, scope.blocks).targets_of(scope)
@@ -236,9 +241,9 @@ def _check_against(
 def _check_used(options: VerifyOptions, recipe: Recipe) -> None:
     """Raise UserError for an option of scores or masks that the run's recipe does not use."""
     units = recipe.structure is not None
-    norms = recipe.name == "wanda" if units else recipe.needs_activations
+    given = isinstance(recipe.score, Own | Given)  # whose needs are not known by name
     used = {
-        "activations": norms,
+        "activations": recipe.name == "wanda" if units else given or recipe.needs_activations,
         "criterion": isinstance(recipe.score, Own),
         "scores": isinstance(recipe.score, Given),
         "all_rows": not units,

@@ -34,7 +34,7 @@ from emp_llm.common.paths import PACK_NAME, REPORT_NAME
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.loading import resident_parameter
 from emp_llm.models.modules import rows_in, set_to_zero, weight_of
-from emp_llm.options.recipe import Recipe, Targets
+from emp_llm.options.recipe import Targets
 from emp_llm.records.run_report import read_report
 
 _FLAT = (
@@ -212,9 +212,7 @@ def open_folder(
 def _scope(folder: Path, targets: str | list[str] | None, blocks: str | None) -> Targets:
     """The targets and blocks: those given, or else those of the run."""
     if (folder / REPORT_NAME).is_file():
-        recipe = read_report(folder).recipe
-        check_has_masks(folder, recipe)
-        scope = recipe.targets
+        scope = read_report(folder).recipe.targets
     elif targets is None:
         raise UserError(
             f"{folder}: without {REPORT_NAME} its targets are unknown. Name them, for "
@@ -225,15 +223,6 @@ def _scope(folder: Path, targets: str | list[str] | None, blocks: str | None) ->
     if targets is not None:
         scope = replace(scope, layers=targets, ignore=None)
     return scope if blocks is None else replace(scope, blocks=blocks)
-
-
-def check_has_masks(folder: Path, recipe: Recipe) -> None:
-    """Raise UserError for a folder that lacks units and has no zeros."""
-    units = recipe.structure
-    if units is not None and not units.keep_shapes:
-        raise UserError(
-            f"masks {folder}: it lacks whole {units.units}, and has no zeros, so no masks."
-        )
 
 
 def _stored_mask(packed: PackedFolder | None, stored: StoredTensor) -> NDArray[np.bool_]:
