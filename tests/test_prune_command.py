@@ -98,6 +98,7 @@ def test_a_dry_run_applies_the_options(
 ) -> None:
     """The numbers of docs/gpu.md, and no weight is read."""
     monkeypatch.setattr("emp_llm.pruning.dry_run.operations_a_second", lambda device: 3e14)
+    monkeypatch.setattr("emp_llm.pruning.dry_run.has_bfloat16", lambda device: True)  # as a GPU
     monkeypatch.setattr(Matrix, "read", None)
     monkeypatch.setattr(Checkpoint, "open_files", None)
     how = {"samples": 128, "seqlen": 2048, "targets": "all-linear"}

@@ -173,7 +173,9 @@ def test_a_block_that_writes_into_its_input(
         "calibration": str(text),
         "seqlen": 48,
     }
-    for update in ({"refit": True}, {"heal": True, "heal_steps": 2, "device_map": "disk"}):
+    heal = {"heal": True, "heal_steps": 2, "device_map": "disk"}
+    # Computed in float32, healed weights are finer than the stored ones of the next blocks.
+    for update in ({"refit": True}, heal, heal | {"dtype": "float32"}):
         options = given | {"samples": 5} | update
         prune(**options, output=tmp_path / "whole" / "out", hidden_states="disk", overwrite=True)
         killed = options | {

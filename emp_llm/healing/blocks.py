@@ -111,6 +111,10 @@ def heal_blocks(
             if healed is None:
                 trained = _heal(block, fitting, measuring, steps, seed)
                 updated.put(step.index, trained)
+                for target in members:  # the next blocks read what a resumed run reads
+                    rounded = trained[target.name].weight
+                    assert rounded is not None
+                    block.change(target, None, rounded)
                 if log is not None:
                     record = next(iter(trained.values())).record
                     before = record.held_out_before or 0.0
